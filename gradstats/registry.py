@@ -166,8 +166,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
         self._loaded[name] = value
 
     def __delitem__(self, name: str) -> None:
-        # looked up before the removal, after which the name is never there
-        known = name in self
+        # looked up before the removal, after which the name is never there; a subclass has names that stay
+        known = Registry.__contains__(self, name)
         self._loaded.pop(name, None)
         self._entries().pop(name, None)
         if not known:

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from gradstats import registry
+from gradstats.compressors import COMPRESSORS
 from gradstats.errors import InputError
 from gradstats.registry import Registry
 
@@ -50,6 +51,10 @@ def test_its_own_come_first_and_a_program_may_replace_them(functions):
     assert list(functions) == ["sqrt", "add", "broken"]
     with pytest.raises(KeyError):
         del functions["mine"]
+    with pytest.raises(
+        KeyError, match="topk"
+    ):  # a rule, which this registry lists and does not hold
+        del COMPRESSORS["topk"]
 
 
 def test_what_cannot_be_used_is_refused_in_one_line(functions):

@@ -55,8 +55,8 @@ _CHECKED = 6
 """Words that the header's own checksum is of."""
 _NOT_ZERO = 0x5BD1E995
 """Added to checksums: words and checksum that were all lost, and are zero, do not fit."""
-_ODD = 0x9E3779B1
-"""An odd number far from any pattern (Knuth's multiplicative hash)."""
+_SEED = 0x9E3779B1
+"""Seed of the checksums' weights, the same on all ranks."""
 
 
 class Kind(IntEnum):
@@ -327,8 +327,8 @@ def by_rank(values: Sequence[str], most: int = 4) -> str:
 
 _BLOCK = 1 << 18
 """Words whose weights are kept."""
-# products wrap modulo 2³², and a product of odd numbers is odd
-_WEIGHTS = (2 * np.arange(_BLOCK, dtype=np.uint32) + 1) * np.uint32(_ODD)
+# of the bit generator itself, whose numbers are the same in every version of NumPy
+_WEIGHTS = np.random.PCG64(_SEED).random_raw(_BLOCK).view(np.int64)
 _weights: dict[torch.device, torch.Tensor] = {}  # copied to each device once
 
 
@@ -338,10 +338,9 @@ def _in_memory(words: torch.Tensor) -> bool:
 
 
 def checksum(words: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of words: the sum of each times an odd number of its own, modulo 2³².
+    """Return the checksum of words: the upper half of a sum, modulo 2⁶⁴, of each times a random number of its own.
 
-    One changed word is always noticed, as an odd number divides nothing of 2³²; of two or more in 4 billion cases one
-    is not.
+    Whatever was changed in them, it is not noticed in less than one of 2 billion cases.
 
     Parameters
     ----------
@@ -352,41 +351,38 @@ def checksum(words: torch.Tensor) -> torch.Tensor:
     -------
     int32 tensor, shape (…)
         Checksums, on the same device.
+
+    Notes
+    -----
+    Source: Lemire and Kaser (2014), "Strongly universal string hashing is fast", MULTILINEAR.
+
+    Differs from the paper: every block of 2¹⁸ words is summed with the same numbers, and what is returned is of the
+    sums of the blocks.
     """
     if _in_memory(words):
-        rows = words.reshape(-1, words.shape[-1]) if words.dim() > 1 else words[None]
-        sums = torch.tensor([_sum(row) for row in rows], dtype=torch.int32)
-        return sums.view(words.shape[:-1])
+        rows = words.flatten(0, -2) if words.dim() > 1 else words[None]
+        found = torch.tensor([_sum(row) for row in rows], dtype=torch.int32)
+        return found.view(words.shape[:-1])
     weights = _weights.get(words.device)
     if weights is None:
-        weights = torch.from_numpy(_WEIGHTS.view(np.int32)).to(words.device)
-        _weights[words.device] = weights
-    # only its lower 32 bits count; as int64 it holds the sum of all blocks without an overflow
-    total = torch.full(words.shape[:-1], _NOT_ZERO, dtype=torch.int64, device=words.device)
-    for i, start in enumerate(range(0, words.shape[-1], _BLOCK)):
-        block = words[..., start : start + _BLOCK]
-        # products of int32 wrap to the same bits as those of uint32
-        part = (block * weights[: block.shape[-1]]).sum(-1, dtype=torch.int64)
-        # every block has the same weights: an odd factor tells which one it is
-        total += (part & 0xFFFFFFFF) * (2 * i + 1)
-    return _narrow(total)
+        weights = _weights[words.device] = torch.from_numpy(_WEIGHTS).to(words.device)
+    blocks = torch.split(words, _BLOCK, -1)
+    sums = torch.stack([(each * weights[: each.shape[-1]]).sum(-1) for each in blocks], -1)
+    halves = sums.view(torch.int32)
+    total = (halves * weights.flip(0)[: halves.shape[-1]]).sum(-1)
+    return (total + (_NOT_ZERO << 32) >> 32).int()
 
 
 def _sum(words: torch.Tensor) -> int:
     """Return the checksum of a vector in this machine's memory, as an int32."""
-    numbers = words.contiguous().numpy().view(np.uint32)
-    total = _NOT_ZERO
-    for i, start in enumerate(range(0, numbers.size, _BLOCK)):
-        block = numbers[start : start + _BLOCK]
-        # in 32 bits, and without a temporary of the block's size
-        total += int(np.dot(block, _WEIGHTS[: block.size])) * (2 * i + 1)
-    return _signed(total)
-
-
-def _narrow(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the lower 32 bits of numbers as int32."""
-    low = numbers & 0xFFFFFFFF
-    return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)
+    numbers = words.contiguous().numpy()
+    blocks = [numbers[start : start + _BLOCK] for start in range(0, numbers.size, _BLOCK)]
+    # products and sums wrap
+    sums = [np.dot(each, _WEIGHTS[: each.size]) for each in blocks]
+    halves = np.array(sums, np.int64).view(np.int32)
+    # from the other end, so that no sum has a number that is in it
+    total = int(np.dot(halves, _WEIGHTS[::-1][: halves.size]))
+    return _signed((total >> 32) + _NOT_ZERO)
 
 
 def checked_bytes(size: int) -> int:

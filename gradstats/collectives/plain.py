@@ -9,6 +9,7 @@ Point-to-point messages do not have this problem (:mod:`gradstats.collectives.ri
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -268,7 +269,9 @@ def check_moments(
             dict(line.split("\t", 1) for line in text.splitlines() if "\t" in line)
             for text in texts
         ]
-        name = next((n for n in each[0] if len({e.get(n) for e in each}) > 1), "details")
+        # a name may be of some ranks alone
+        names = dict.fromkeys(itertools.chain(*each))
+        name = next((n for n in names if len({e.get(n) for e in each}) > 1), "details")
         values = by_rank([e.get(name, "nothing") for e in each])
         raise InputError(f"the ranks differ in {name} in step {headers[0].step}, {values}")
 

@@ -22,10 +22,13 @@ from gradstats.collectives.header import (
     read_headers,
 )
 from gradstats.collectives.plain import all_gather, check_moments
+from gradstats.errors import InputError
 
 __all__ = ["GatheredWords", "RaggedAllGather", "check_positions", "damaged"]
 
 _MOST = 2**31 - 1
+_TOO_MANY = -1
+"""Length of a message that is longer."""
 
 
 def check_positions(indices: torch.Tensor, numel: int, rank: int) -> None:
@@ -129,10 +132,15 @@ class RaggedAllGather:
         ExchangeError
             If a message is damaged or claims to be longer than `limit`, or a rank is lost.
         InputError
-            If another rank exchanges something else, or is at another step, on all ranks.
+            If another rank exchanges something else, is at another step, or has more than 2³¹ − 1 words to send, on all
+            ranks.
         """
         capacity = self.capacity = self.capacity or max(1, expected)
-        own = Header.now(self._kind, words.numel(), flag)
+        length = words.numel()
+        if length > _MOST:
+            # more than a header can say: the others are told, as they would wait for this rank
+            words, length = words[:0], _TOO_MANY
+        own = Header.now(self._kind, length, flag)
         # the checksum is of all words, also of those that a second message carries
         message = torch.cat([own.words(words), words[:capacity]])
         first = _exchange(message, HEADER_WORDS + capacity, group)
@@ -142,6 +150,11 @@ class RaggedAllGather:
         check_kinds(headers)
         check_moments(headers, group, words.device)
         counts, flags = [h.length for h in headers], [h.flag for h in headers]
+        if _TOO_MANY in counts:
+            raise InputError(
+                f"rank {counts.index(_TOO_MANY)} has more than {_MOST} words to send at once: keep fewer elements, "
+                "or send them layer by layer"
+            )
         for rank, count in enumerate(counts):
             # before a second message is made as long as the largest count
             if not 0 <= count <= limit:
@@ -150,7 +163,9 @@ class RaggedAllGather:
         rest = max(counts) - capacity
         if rest > 0:
             parts.append(_exchange(words[capacity:], rest, group))
-        bodies = torch.cat([first[:, HEADER_WORDS:], *parts[1:]], dim=1)
+        bodies = first[:, HEADER_WORDS:]
+        if rest > 0:
+            bodies = torch.cat([bodies, *parts[1:]], dim=1)
         # each by its own length: padding is never taken for words
         arrived = [bodies[rank, :n] for rank, n in enumerate(counts)]
         check_bodies(arrived, [h.body for h in headers])

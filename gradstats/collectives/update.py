@@ -45,7 +45,8 @@ class SparseUpdate:
         like : tensor, shape (d,)
             A gradient, whose shape, dtype and device the update gets.
         """
-        if self.vector.shape != like.shape or self.vector.device != like.device:
+        kept = self.vector
+        if (kept.shape, kept.dtype, kept.device) != (like.shape, like.dtype, like.device):
             self.vector = torch.zeros_like(like)
             self._seen = torch.zeros_like(like, dtype=torch.bool)
         elif self._many():

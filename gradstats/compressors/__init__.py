@@ -327,6 +327,8 @@ def make_compressor(name: str, ratio: float | None = None, **options: Any) -> Co
     variant, rule = cls.variants.get(name, {}), COMPRESSORS.rule(name)
     # `none`: DDP averages without a hook
     if variant is None:
+        if options:
+            raise InputError(f"compressor {name!r} has no option {', '.join(options)}")
         return None
     if ratio is None and cls.has_ratio:
         raise InputError(f"{name} sends a fraction of the elements: give it a ratio, such as 0.01")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -107,9 +107,10 @@ class Calibration:
         self.trials: list[Trial] = []
         self.measured: list[tuple[Way, float]] = []
         self._timed: list[tuple[list[Delivery], float]] = []
+        self._begun = False
 
     def time(self, deliveries: list[Delivery], seconds: float) -> bool:
-        """Note a step at the least ratio; start over when DDP has rebuilt its buckets.
+        """Note a step at the least ratio, but not the first one; start over when DDP has rebuilt its buckets.
 
         Parameters
         ----------
@@ -123,6 +124,10 @@ class Calibration:
         bool
             Whether enough steps are timed to predict the others.
         """
+        # DDP rebuilds its buckets after it
+        if not self._begun:
+            self._begun = True
+            return False
         # times are of other messages now; DDP rebuilds its buckets on all ranks in the same step
         if self._timed and [d.layers for d in self._timed[0][0]] != [d.layers for d in deliveries]:
             self._timed.clear()
@@ -207,7 +212,7 @@ class Calibration:
 def cut(
     timeline: Iterable[Activity],
     layers: Sequence[NamedSlice],
-    selectors: Mapping[str, Selector],
+    target: Callable[[int, str], int],
 ) -> list[Delivery]:
     """Cut a step's timeline into its messages.
 
@@ -217,8 +222,8 @@ def cut(
         What the step's time was spent on.
     layers : sequence of (str, slice)
         Names and places of the parameters, in the order in which they were ready.
-    selectors : mapping of str to Selector
-        Selector of each, by name.
+    target : callable
+        Function of a parameter's number of elements and its name that returns how many are aimed at.
     """
     names = [name for name, _ in layers]
     numels = {name: slot.stop - slot.start for name, slot in layers}
@@ -240,7 +245,7 @@ def cut(
                 Delivery(
                     layers=merged,
                     numel=sent.numel,
-                    sent=sum(selectors[n].target(numels[n]) for n in merged),
+                    sent=sum(target(numels[n], n) for n in merged),
                     backward=sum(a.end - a.start for a in pending if a.lane == "backward"),
                     select=sum(a.end - a.start for a in pending if a.lane == "select"),
                     communicate=sent.end - sent.start,
@@ -321,7 +326,7 @@ def probe(like: torch.Tensor, largest: int, codec: Codec, group: dist.ProcessGro
     def sparse(count: int) -> Callable[[], object]:
         gather = SparseAllGather(codec)
         # spread over the gradient, as the length of coded positions depends on the gaps
-        positions = torch.arange(count, device=like.device) * (numel // count)
+        positions = torch.arange(count, device=like.device) * (numel // max(1, count))
         chosen = Selection(positions, gather.rounded(like[positions]))
 
         def call() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives.codec import PLAIN, Codec, check_codec
-from gradstats.collectives.header import HEADER_BYTES, checksum
+from gradstats.collectives.header import checksum
 from gradstats.collectives.plain import all_gather_flags, broadcast
 from gradstats.collectives.ragged import damaged
 from gradstats.collectives.update import SparseUpdate
@@ -66,7 +66,7 @@ class CLTk(Compressor):
         return load.exchange(
             k,
             # the leader alone sends positions: a mean over the ranks
-            FLAG.size + FULL * k + positions / load.world,
+            FULL * k + positions / load.world,
             select=(load.selecting,),
             pack=tuple(coding(codec, "encode", k)),
             communicate=(FLAG, Work("broadcast", positions), Work("all_reduce", FULL * k)),
@@ -125,7 +125,7 @@ class CLTk(Compressor):
         mean = self._update.average(corrected, indices, group)
         # after all exchanges: a step that failed keeps its leader
         self._step += 1
-        own = count * corrected.element_size() + HEADER_BYTES
+        own = count * corrected.element_size()
         return Reduced(
             flags=flags,
             mean=mean,

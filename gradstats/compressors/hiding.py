@@ -406,7 +406,7 @@ def preferred(found: Sequence[Way], seconds: ArrayLike, safe: int) -> int:
     ----------
     found : sequence of Way
         Ways to send.
-    seconds : array_like, shape (ways, rounds)
+    seconds : array_like, shape (ways, rounds) or (ways,)
         Seconds of a step of each, measured in turns, so that those of a round belong together; or one predicted number
         of each.
     safe : int
@@ -418,7 +418,7 @@ def preferred(found: Sequence[Way], seconds: ArrayLike, safe: int) -> int:
         Position of the chosen way; of those that send equally many, the fastest.
     """
     # logarithms, so that what slows down all of a round by one factor cancels
-    took = np.log(np.asarray(seconds, float))
+    took = np.log(np.asarray(seconds, float).reshape(len(found), -1))
     slower = took - took[safe]
     medians = np.median(slower, axis=1)
     # 1.253 σ/√n of a median of normal numbers, with σ = 1.483 times their median absolute deviation

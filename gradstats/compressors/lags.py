@@ -27,7 +27,8 @@ class LAGS(Layerwise):
 
     It chooses how to send once, on the same measurements on every rank:
 
-    1. For `calibrate` steps every layer keeps `ratio`, and backward pass and selection of every message are timed.
+    1. For `calibrate` steps after the first every layer keeps `ratio`, and backward pass and selection of every message
+       are timed.
     2. Exchanges of several sizes among all ranks, outside of any step, show what a message and an element cost.
     3. From both follow the ratios of eq. 19, and the time of a step for each way to send
        (:func:`gradstats.compressors.hiding.ways`).
@@ -206,7 +207,7 @@ class LAGS(Layerwise):
             if calibration.trials:
                 self._use(calibration.following(seconds, group, corrected.device))
                 self._settled = not calibration.trials
-            elif calibration.time(cut(self.timeline, layers, self.selectors), seconds):
+            elif calibration.time(cut(self.timeline, layers, self.target), seconds):
                 # one of its own: it is only timed, and the state of none may change
                 selector = self._top_k("", corrected.numel())
                 self._use(calibration.predict(corrected, selector, group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,6 @@ def sends_dense(count: int, values: int, numel: int, total: int, codec: Codec = 
 class _Message:
     """A message in the making: selections that are merged until they are large enough to send."""
 
-    pushed: bool = False
     layer: str = ""
     numel: int = 0
     # positions and values, for which all ranks make room alike
@@ -76,7 +76,7 @@ class Layerwise(Compressor):
         for each layer; the state of the selector belongs to this compressor from then on.
     merge : int
         Elements of gradient to gather before a message is sent; 0 sends every delivery by itself. The last message of a
-        step holds what is left.
+        step holds what is left, and leaves when the step is completed.
     codec : Codec or torch.dtype
         What positions and values are on the wire, see :class:`SparseCompressor`.
     overlap : bool
@@ -131,6 +131,7 @@ class Layerwise(Compressor):
         self._gathers: list[SparseAllGather] = []
         self._background = Background()
         self._update = SparseUpdate()
+        self._numel = 0
         self._reset()
 
     @classmethod
@@ -146,7 +147,7 @@ class Layerwise(Compressor):
         self._sent: list[Selection] = []
         self._thresholds: list[float] = []
         self._pendings: list[Pending[GatheredSelections]] = []
-        self._numel = 0
+        self._taken = 0
         self._epoch = self._resumed = 0.0
 
     @property
@@ -187,7 +188,6 @@ class Layerwise(Compressor):
         # since the last push this thread has been in the backward pass
         self._record("backward", layers, self._resumed, started)
         message = self._pending
-        message.pushed = True
         message.flag |= flag
         for name, slot in layers:
             # of the message in the making, which comes after those that were sent
@@ -200,6 +200,7 @@ class Layerwise(Compressor):
                 message.target[0] += target
                 message.target[1] += 1 if selector.single_value else target
             message.numel += numel
+            self._taken += numel
             message.layer = name
             # a bad gradient is not read, but the message goes out, with the flag in it
             if flag:
@@ -217,11 +218,13 @@ class Layerwise(Compressor):
                 message.selections.append(selection)
             self._sent.append(selection)
             self._thresholds.append(selection.threshold)
-        self._resumed = self._now()
-        self._record("select", layers, started, self._resumed)
-        # by the size of the layers, never of selections: all ranks must send the same messages
-        if message.numel >= max(1, self.merge):
+        self._record("select", layers, started, self._now())
+        # by the size of the layers, never of selections: all ranks must send the same messages; the step's last one
+        # waits for reduce(), which may have a flag to announce
+        if message.numel >= max(1, self.merge) and self._taken < self._numel:
             self._send(group)
+        # what is sent without overlap is no backward pass either
+        self._resumed = self._now()
 
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
@@ -230,19 +233,16 @@ class Layerwise(Compressor):
         if self._before is None:
             self._take(corrected, [("", slice(0, corrected.numel()))], group, flag)
         self._pending.flag |= flag
-        # Decided by the layout alone, which all ranks share; a flag may belong to a parameter that is not compressed.
-        if self._pending.pushed or not self._pendings:
-            self._send(group)
         waiting = self._now()
         try:
+            # in every step, if only for the flag: all ranks send as many messages
+            self._send(group)
             # nothing of the gradient is changed while one of them may still be refused
             gathered = [each.result() for each in self._pendings]
             # a rank may have flagged one message and not another
             flags = [max(f) for f in zip(*(g.flags for g in gathered), strict=True)]
             if any(flags):
-                # selecting has moved the selectors on: a refused step leaves no trace
-                for name, state in (self._before or {}).items():
-                    self._selectors[name].load_state_dict(state)
+                self.abandon()
                 return Reduced(flags)
             union = self._update.divide(len(flags))
             # the empty one is for a step in which nothing was selected
@@ -250,32 +250,37 @@ class Layerwise(Compressor):
             for each in self._sent:
                 # what rounding took off stays; one value may stand for all positions
                 corrected[each.indices] -= each.values.float()
-            done = self._now()
-            lanes = {
-                lane: sum(a.end - a.start for a in self.timeline if a.lane == lane)
-                for lane in ("select", "communicate")
-            }
-            return Reduced(
-                flags=flags,
-                mean=self._update.vector,
-                residual=corrected,
-                sent=sent,
-                threshold=self._thresholds[0] if len(self._thresholds) == 1 else float("nan"),
-                selected=sent.numel(),
-                union=union,
-                bytes_sent=sum(g.bytes_sent for g in gathered),
-                select_seconds=lanes["select"],
-                communicate_seconds=done - waiting,
-                overlapped_seconds=max(0.0, lanes["communicate"] - (done - waiting)),
-            )
-        finally:
-            self._reset()
+        except Exception:
+            self.abandon()
+            raise
+        alone = self._now() - waiting
+        if not self.overlap:
+            # so were the messages that left before
+            alone += self._seconds("communicate", until=waiting)
+        reduced = Reduced(
+            flags=flags,
+            mean=self._update.vector,
+            residual=corrected,
+            sent=sent,
+            threshold=self._thresholds[0] if len(self._thresholds) == 1 else float("nan"),
+            selected=sent.numel(),
+            union=union,
+            bytes_sent=sum(g.bytes_sent for g in gathered),
+            select_seconds=self._seconds("select"),
+            communicate_seconds=alone,
+            overlapped_seconds=max(0.0, self._seconds("communicate") - alone),
+        )
+        self._reset()
+        return reduced
 
     def abandon(self) -> None:
-        """Drop a step that will not be completed, after its messages have ended."""
+        """Drop a step that will not be completed, after its messages have ended; it leaves no trace."""
         for each in self._pendings:
             # the other ranks are in the same exchange, and it reads the gradient
             each.end()
+        # selecting has moved the selectors on
+        for name, state in (self._before or {}).items():
+            self._selectors[name].load_state_dict(state)
         self._reset()
 
     def _begin(self, corrected: torch.Tensor) -> None:
@@ -297,6 +302,10 @@ class Layerwise(Compressor):
         if end > start and layers:
             numel = sum(slot.stop - slot.start for _, slot in layers)
             self.timeline.append(Activity(lane, layers[-1][0], start, end, numel))
+
+    def _seconds(self, lane: Lane, until: float = math.inf) -> float:
+        """Return the seconds of this step that were spent on something up to some time."""
+        return sum(a.end - a.start for a in self.timeline if a.lane == lane and a.end <= until)
 
     def target(self, numel: int, layer: str | None = None) -> int:
         """Return the target count of a layer, or of all layers met so far together."""
@@ -370,10 +379,10 @@ class Layerwise(Compressor):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every layer's selector, by name, and the capacities of the messages."""
+        met = {name: c.state_dict() for name, c in self._selectors.items()}
         return {
-            # before the first step after a restart there are no selectors yet
-            "layers": {name: c.state_dict() for name, c in self._selectors.items()}
-            or dict(self._restored),
+            # after a restart some layers may not have been met yet
+            "layers": {**self._restored, **met},
             "capacities": [gather.words.capacity for gather in self._gathers],
         }
 

@@ -51,6 +51,13 @@ def partition(numel: int, parts: int, index: int) -> slice:
     return slice(index * numel // parts, (index + 1) * numel // parts)
 
 
+def _as_float32(magnitude: float) -> float:
+    """Return the largest float32 that a magnitude reaches: as it travels, and as some element is selected by."""
+    rounded = np.float32(min(magnitude, float(np.finfo(np.float32).max)))
+    # as Python's numbers, since NumPy would compare in float32
+    return float(np.nextafter(rounded, np.float32(0)) if float(rounded) > magnitude else rounded)
+
+
 class MiCRO(Compressor):
     """Selection by one threshold, each rank in a partition of its own.
 
@@ -164,7 +171,7 @@ class MiCRO(Compressor):
             indices = select(part, threshold).indices + own.start
             if not indices.numel():
                 # travels beside the positions, so that all ranks know the largest if nobody has any
-                largest = float(part.abs().max())
+                largest = _as_float32(float(part.abs().max()))
         chosen = time.perf_counter()
         # a quarter above an even share of k
         expected = -(-5 * k // (4 * world))

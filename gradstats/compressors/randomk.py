@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gradstats.collectives.header import HEADER_BYTES
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors.base import Compressor, Reduced
@@ -58,7 +57,7 @@ class RandomK(Compressor):
         k = load.counts[0]
         return load.exchange(
             k,
-            FLAG.size + FULL * k,
+            FULL * k,
             select=(load.selecting,),
             communicate=(FLAG, Work("all_reduce", FULL * k)),
             unpack=(Work("unpack", k),),
@@ -99,7 +98,7 @@ class RandomK(Compressor):
             sent=indices,
             selected=k,
             union=k,
-            bytes_sent=k * corrected.element_size() + HEADER_BYTES,
+            bytes_sent=k * corrected.element_size(),
             select_seconds=drawn - flagged,
             communicate_seconds=time.perf_counter() - drawn + flagged - started,
         )

@@ -224,6 +224,10 @@ class RedSync(Compressor):
         if self._chosen is not None and self._chosen.ratio is not None:
             self._chosen.ratio = ratio
 
+    def target(self, numel: int, layer: str | None = None) -> int:
+        """Return the target count k, or all elements of a message that is averaged densely."""
+        return numel if numel < self.dense_below else super().target(numel, layer)
+
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:

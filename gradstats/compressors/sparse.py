@@ -61,7 +61,8 @@ class SparseCompressor(WithSelector, Compressor):
         takes off stays in the residual.
     dense_above : float
         Share of the gradient's elements. If the selections of all ranks in the step before came to more, they are
-        all-reduced as one dense vector; from 1 on that moves fewer bytes. Infinity for never.
+        all-reduced as one dense vector; from 1 on that moves fewer bytes. Infinity for never. The union is then a
+        lower bound: the positions at which the sum is not 0, or as many as the rank with the most has sent.
     average : {"ranks", "senders"}
         What the sum at a position is divided by: the number of all ranks, or of those that sent this position, which
         makes the update up to as many times larger as there are ranks. A mean over senders is never sent densely.
@@ -126,18 +127,23 @@ class SparseCompressor(WithSelector, Compressor):
         # selecting moves the rule on, and another rank may refuse the step
         before = self.selector.state_dict()
         started = time.perf_counter()
-        message = self.selector.select(corrected) if not flag else None
-        selected = time.perf_counter()
-        own = []
-        if message is not None:
-            # rounded once, here: what is subtracted in the end is what the others received
-            own = [Selection(message.indices, self._gather.rounded(message.values))]
-        # by what all ranks know of the step before, so that all choose the same collective
-        dense = self.average == "ranks" and self._last > self.dense_above * numel
-        if dense:
-            reduced = self._all_reduce(own, corrected, group, flag)
-        else:
-            reduced = self._all_gather(own, corrected, group, flag, expected)
+        try:
+            message = self.selector.select(corrected) if not flag else None
+            selected = time.perf_counter()
+            own = []
+            if message is not None:
+                # rounded once, here: what is subtracted in the end is what the others received
+                own = [Selection(message.indices, self._gather.rounded(message.values))]
+            # by what all ranks know of the step before, so that all choose the same collective
+            dense = self.average == "ranks" and self._last > self.dense_above * numel
+            if dense:
+                reduced = self._all_reduce(own, corrected, group, flag)
+            else:
+                reduced = self._all_gather(own, corrected, group, flag, expected)
+        except BaseException:
+            # nor does a failed one
+            self.selector.load_state_dict(before)
+            raise
         if message is None or any(reduced.flags):
             self.selector.load_state_dict(before)  # a refused step leaves no trace on any rank
             return Reduced(reduced.flags)
@@ -190,12 +196,14 @@ class SparseCompressor(WithSelector, Compressor):
         if any(counts.flags):
             return Reduced(counts.flags)
         # when it falls below the limit, the next step gathers again
-        self._last = sum(int(each) for each in counts.words)
+        sent = [int(each) for each in counts.words]
+        self._last = sum(sent)
         mean = all_reduce_mean(mean, group)
         return Reduced(
             counts.flags,
             mean,
-            union=int(mean.count_nonzero()),
+            # where summands cancel, or round to 0, a sum does not show them
+            union=max(int(mean.count_nonzero()), *sent),
             bytes_sent=counts.bytes_sent + mean.numel() * mean.element_size(),
         )
 

@@ -102,8 +102,9 @@ def rice_words(count: int, span: int) -> int:
     """
     if not count:
         return 0
-    # all gaps together are at most the places without a position
-    steps, total = count - 1, max(span - count, 0)
+    # all gaps together are at most the places without a position; one position has none
+    steps = count - 1
+    total = max(span - count, 0) if steps else 0
     least = smallest_parameter(steps, total)
     tried = range(least, least + CANDIDATES)
     # the sum of ⌊gap / 2ᵇ⌋ is at most ⌊total / 2ᵇ⌋

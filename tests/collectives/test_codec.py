@@ -229,6 +229,7 @@ def test_a_claim_of_many_positions_allocates_nothing():
         ("redsync-quantised", {"values": "int4"}, "redsync-quantised sends no values"),
         ("signsgd", {"indices": "rice"}, "signsgd sends no positions"),
         ("none", {"values": "int8"}, "none sends no values"),
+        ("none", {"bogus": 3}, "compressor 'none' has no option bogus"),
         ("dense-bf16", {"indices": "rice"}, "dense-bf16 sends no positions"),
         ("topk", {"indices": "zip"}, "indices travel as plain, rice, chunk, not 'zip'"),
         (

@@ -42,6 +42,12 @@ def test_loops_round_and_average_as_operators_do(numel, threads):
         by_operators += 0.1
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float8_e4m3fn])
+def test_nothing_has_a_mean_of_nothing(dtype, one_rank):
+    assert DenseCompressor(dtype).reduce(torch.zeros(0), None).mean.shape == (0,)
+
+
 def test_nan_stays_nan():
     values = torch.tensor([1.0, float("nan"), -float("nan"), 2.0])
     sent = DenseCompressor(torch.bfloat16)._rounded_by_loop(values)

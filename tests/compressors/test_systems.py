@@ -14,12 +14,15 @@ from support.every import every
 from workers import systems as cases
 
 from gradstats import thresholds as rules
+from gradstats.collectives.codec import Codec
 from gradstats.collectives.header import HEADER_BYTES
 from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.micro import MiCRO, partition
 from gradstats.compressors.randomk import RandomK
-from gradstats.compressors.redsync import RedSync
-from gradstats.errors import InputError
+from gradstats.compressors.redsync import MeanOfSign, RedSync
+from gradstats.compressors.selectors import TopK
+from gradstats.compressors.sparse import SparseCompressor
+from gradstats.errors import ExchangeError, InputError
 
 WORLDS = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
 few_worlds = pytest.mark.parametrize("world", [1, 2, 3])
@@ -198,6 +201,40 @@ def test_micro_sends_the_largest_where_nothing_reaches_its_threshold(world):
 
 
 @pytest.mark.distributed
+def test_micro_sends_the_largest_of_float64_too(one_rank):
+    for seed in range(4):  # its float32 is larger in half of all cases
+        corrected = torch.randn(
+            997, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+        largest = int(corrected.abs().argmax())
+        reduced = MiCRO(0.01, threshold=1e3).reduce(corrected, None)
+        assert (reduced.selected, reduced.union, reduced.sent.tolist()) == (1, 1, [largest])
+
+
+@pytest.mark.distributed
+def test_a_failed_exchange_leaves_the_selector_as_it_was(one_rank):
+    compressor = SparseCompressor(MeanOfSign(TopK(0.1)))
+
+    def fails(*rest):
+        raise ExchangeError("lost")
+
+    compressor._gather.words, words = fails, compressor._gather.words
+    with pytest.raises(ExchangeError, match="lost"):
+        compressor.reduce(torch.randn(100), None)
+    compressor._gather.words = words
+    assert compressor.selector.state_dict()["step"] == 0
+
+
+@pytest.mark.distributed
+def test_a_dense_union_is_no_smaller_than_a_selection(one_rank):
+    compressor = SparseCompressor(TopK(0.5), Codec(values="int2"), dense_above=0.1)
+    for seed in range(2):  # the second one densely
+        reduced = compressor.reduce(torch.randn(1000), None)
+        assert reduced.union == reduced.selected == 500, seed
+    assert int(reduced.mean.count_nonzero()) < 500
+
+
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_topk_builds_up_with_the_ranks_and_micro_does_not():
     built = {}
@@ -232,8 +269,8 @@ def test_cltk_takes_the_leaders_positions(world):
         left[:, union] = 0
         assert np.array_equal(residual, left)
         sizes = column(records, "bytes")
-        assert (np.delete(sizes, t % world) == 32 + 4 * union.size).all()
-        assert sizes[t % world] == 32 + 4 * union.size + 4 * (2 + k)
+        assert (np.delete(sizes, t % world) == 4 * union.size).all()
+        assert sizes[t % world] == 4 * union.size + 4 * (2 + k)
 
 
 @pytest.mark.distributed
@@ -246,6 +283,7 @@ def test_randomk_sends_the_same_positions_and_conserves_to_the_bit(world):
         assert sent.size == len(set(sent)) == 20
         for r in records:
             assert np.array_equal(r["sent"], sent)
+            assert r["bytes"] == 4 * 20  # and none of the flags, which are alone
             kept = np.zeros_like(r["corrected"])
             kept[sent] = r["corrected"][sent]
             assert np.array_equal(kept + r["residual"], r["corrected"])
@@ -324,6 +362,7 @@ def test_redsync_fits_the_selection_to_the_size(world):
         for r in records:
             assert r["sent"] is None
             assert not r["residual"].any()
+            assert r["selected"] == RedSync(cases.RATIO).target(r["selected"])
             np.testing.assert_allclose(r["mean"], column(records, "corrected").mean(0), atol=1e-6)
 
 

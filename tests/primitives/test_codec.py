@@ -98,6 +98,7 @@ def test_hostile_sets_come_back(chosen, numel):
     chosen = np.array(chosen, np.int64)
     words = encode(chosen)
     assert words.size <= rice_words(chosen.size, numel)
+    assert chosen.size != 1 or words.size == rice_words(1, numel)
     found, used = decode(words, chosen.size, numel)
     assert np.array_equal(found, chosen)
     assert used == words.size

@@ -140,7 +140,7 @@ def try_all(rank, world, double_sampling):
     layers = [("c", slice(0, 9_000)), ("b", slice(9_000, 9_500)), ("a", slice(9_500, 20_000))]
     compressor = LAGS(0.01, calibrate=1, merge=1, double_sampling=double_sampling)
     residual, rows = torch.zeros(20_000), []
-    for step in range(8):
+    for step in range(9):
         generator = torch.Generator().manual_seed(100 * step + rank)
         corrected = residual + torch.randn(20_000, generator=generator)
         total, way = corrected.clone(), (compressor.whole, set(compressor.ratios.values()))
