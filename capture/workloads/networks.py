@@ -5,6 +5,8 @@ ResNet-18, SENet-18, GoogLeNet and the normalised VGG16 for CIFAR those of kuang
 Neither library is needed: their packages for a CPU build of PyTorch are not on PyPI.
 """
 
+# Size: one network after the other, of parts that several share.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

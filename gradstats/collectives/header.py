@@ -325,8 +325,8 @@ def by_rank(values: Sequence[str], most: int = 4) -> str:
     return ", ".join(shown) + (" and others" if len(ranks) > most else "")
 
 
-_BLOCK = 1 << 18
-"""Words whose weights are kept."""
+_BLOCK = 1 << 16
+"""Words whose weights are kept, which then stay in the cache; the sums of 2³¹ words have as many halves."""
 # of the bit generator itself, whose numbers are the same in every version of NumPy
 _WEIGHTS = np.random.PCG64(_SEED).random_raw(_BLOCK).view(np.int64)
 _weights: dict[torch.device, torch.Tensor] = {}  # copied to each device once
@@ -356,7 +356,7 @@ def checksum(words: torch.Tensor) -> torch.Tensor:
     -----
     Source: Lemire and Kaser (2014), "Strongly universal string hashing is fast", MULTILINEAR.
 
-    Differs from the paper: every block of 2¹⁸ words is summed with the same numbers, and what is returned is of the
+    Differs from the paper: every block of 2¹⁶ words is summed with the same numbers, and what is returned is of the
     sums of the blocks.
     """
     if _in_memory(words):
@@ -377,8 +377,8 @@ def _sum(words: torch.Tensor) -> int:
     """Return the checksum of a vector in this machine's memory, as an int32."""
     numbers = words.contiguous().numpy()
     blocks = [numbers[start : start + _BLOCK] for start in range(0, numbers.size, _BLOCK)]
-    # products and sums wrap
-    sums = [np.dot(each, _WEIGHTS[: each.size]) for each in blocks]
+    # products and sums wrap; einsum, because dot would make an int64 copy of each block
+    sums = [np.einsum("i,i->", each, _WEIGHTS[: each.size]) for each in blocks]
     halves = np.array(sums, np.int64).view(np.int32)
     # from the other end, so that no sum has a number that is in it
     total = int(np.dot(halves, _WEIGHTS[::-1][: halves.size]))

@@ -1,5 +1,7 @@
 """Statistics of the gradient while training goes on, as a flat dict of floats for any logger."""
 
+# Size: a third of its lines are docstrings, of every value that a logger is given.
+
 from __future__ import annotations
 
 import math

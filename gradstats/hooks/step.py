@@ -222,6 +222,7 @@ class _Comparison(NamedTuple):
     targets: list[int]
 
 
+# Size: what happens to a gradient in one step, from the first bucket to the record, in that order.
 class Step:
     """One step: gradients come in, are exchanged, and hold the mean.
 

@@ -4,6 +4,8 @@ What a system does to each layer is in one function, from which the hook's state
 :func:`gradstats.network.plan` prices it.
 """
 
+# Size: a system is a function and what it does to a layer, side by side to be compared.
+
 from __future__ import annotations
 
 import fnmatch
