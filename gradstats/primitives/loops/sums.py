@@ -1,5 +1,7 @@
 """Sums over the magnitudes of a block: of all, of those from a threshold on, of their squares and logarithms."""
 
+# Size: a fifth of its lines are docstrings; the loops have steps in common, which LLVM writes into each.
+
 from __future__ import annotations
 
 from typing import Any
