@@ -41,7 +41,8 @@ _BEYOND = float(np.finfo(np.float32).max) + 2.0**103
 _set = object.__setattr__
 
 
-@dataclass(frozen=True, slots=True)
+# no ==, which arrays do not answer with one truth value
+@dataclass(frozen=True, slots=True, eq=False)
 class Selection:
     """Elements of a gradient, by position: what a threshold keeps, and what a compressor sends.
 
@@ -350,9 +351,10 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
         # bfloat16 has no NumPy dtype, so that torch widens it, as it does what lies on a device
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64, torch.float16):
             wide = torch.float64 if widened == np.float64 else torch.float32
-            tensor = x.reshape(-1)
-            for offset in range(0, tensor.numel(), size):
-                yield offset, tensor[offset : offset + size].to("cpu", wide).numpy()
+            offset = 0
+            for run in _runs(x, size):
+                yield offset, run.to("cpu", wide).numpy()
+                offset += run.numel()
             return
         x = x.numpy()
     if x.flags.c_contiguous and x.dtype == widened:
@@ -376,3 +378,50 @@ def flat_chunks(x: Array, size: int = CHUNK) -> Iterator[tuple[int, NDArray[Any]
             chunk = np.ascontiguousarray(buffer)  # nditer copies for the type alone
             yield offset, chunk
             offset += chunk.size
+
+
+def _runs(x: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Yield a flattened tensor in parts of up to `size` elements; of a strided one no more is copied at once."""
+    if x.is_contiguous():
+        flat = x.view(-1)
+        for offset in range(0, flat.numel(), size):
+            yield flat[offset : offset + size]
+    elif x[0].numel() > size:
+        for row in x:
+            yield from _runs(row, size)
+    else:
+        rows = size // x[0].numel()
+        for i in range(0, len(x), rows):
+            yield x[i : i + rows].reshape(-1)
+
+
+def even_chunks(x: Array) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Yield what :func:`flat_chunks` does in chunks of :data:`CHUNK` elements, but for the last.
+
+    So those of arrays of one length lie side by side, however their elements lie in memory.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape, floating dtype and device.
+
+    Yields
+    ------
+    (int, ndarray)
+        Position of the chunk's first element, and the chunk, as :func:`flat_chunks` yields it.
+    """
+    numel, filled = numel_of(x), 0
+    buffer = np.empty(min(CHUNK, numel), wide_dtype(x))
+    for offset, chunk in flat_chunks(x):
+        # as it is where it needs nothing of another one
+        if not filled and chunk.size in (CHUNK, numel - offset):
+            yield offset, chunk
+            continue
+        at = offset
+        while at < offset + chunk.size:
+            part = chunk[at - offset :][: buffer.size - filled]
+            buffer[filled : filled + part.size] = part
+            at, filled = at + part.size, filled + part.size
+            if filled == buffer.size or at == numel:
+                yield at - filled, buffer[:filled]
+                filled = 0

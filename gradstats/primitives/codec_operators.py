@@ -212,7 +212,7 @@ def chunk_encode(indices: torch.Tensor, most: int) -> torch.Tensor | None:
     Raises
     ------
     InputError
-        If the positions are not ascending, occur twice, or are negative.
+        If the positions are not ascending, occur twice, or are out of range.
 
     Examples
     --------
@@ -226,8 +226,9 @@ def chunk_encode(indices: torch.Tensor, most: int) -> torch.Tensor | None:
     first, last, least_gap = torch.stack(
         [chunks[0], chunks[-1], torch.cat([indices[:1], indices.diff() - 1]).min()]
     ).tolist()
-    if least_gap < 0:
-        raise InputError("positions to encode must be ascending, each once, from 0 on")
+    # the head has a word for the first chunk
+    if least_gap < 0 or last >> (WORD - 1):
+        raise InputError("positions to encode must be ascending, each once, from 0 to 2**43 - 1")
     reach = last - first + 1
     # before memory is allocated by `reach`, which two distant positions make large
     if chunk_words(count, reach) > most:

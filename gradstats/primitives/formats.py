@@ -27,8 +27,9 @@ _TINY = 2.0**-100
 would leave the normal numbers."""
 _LEAST_SCALE = 2.0**-6
 """Smallest normal number of E4M3, and smallest scale of a block of NVFP4: with it, rounding twice is rounding once."""
-_MARGIN = 1 + 2.0**-20
-"""What rounding adds at most to a number that is scaled to the largest one of its type."""
+_MARGINS = {"float32": 1 + 2.0**-20, "e4m3": 1 + 2.0**-14}
+"""What rounding adds at most to a number that is scaled to the largest one of its type; with NVFP4's scale of the
+tensor, the cutting off of its last bits, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,7 @@ class Format:
         scaled : float32 tensor
             Numbers as :meth:`scaled` returns them.
         """
-        return scaled.abs() > self.largest * (_MARGIN if self.scale == "float32" else 1.0)
+        return scaled.abs() > self.largest * _MARGINS.get(self.scale, 1.0)
 
     def rounded(
         self, scaled: torch.Tensor, generator: torch.Generator | None = None

@@ -72,7 +72,8 @@ def _edge(i: int, bits: int) -> float:
     return float(np.uint32(i << (_MANTISSA - bits)).view(np.float32))
 
 
-@dataclass(frozen=True, slots=True)
+# no ==, which arrays do not answer with one truth value
+@dataclass(frozen=True, slots=True, eq=False)
 class Histogram:
     """Counts of |g| per bin; ``a + b`` is the histogram of both arrays together.
 
@@ -228,7 +229,7 @@ def histogram(x: Array, bits: int = 7) -> Histogram:
     # 32-bit counters keep twice as many bins in the cache, and cannot overflow below 2³² elements
     dtype = np.uint32 if numel_of(x) < 2**32 else np.uint64
     runs = map_runs(lambda run, _: _count(run, bits, dtype), x)
-    total: NDArray[Any] = runs[0][0] if runs else np.zeros(1 << (8 + bits), np.int64)
+    total = runs[0][0]
     for counts, _ in runs[1:]:
         total = np.add(total, counts, dtype=np.int64)
     zeros = sum(z for _, z in runs)
@@ -297,16 +298,19 @@ def _count(
     run: Iterable[tuple[int, NDArray[Any]]], bits: int, dtype: type[np.unsignedinteger[Any]]
 ) -> tuple[NDArray[Any], int]:
     """Return the counts of successive blocks, and their exact zeros."""
-    from gradstats.primitives.loops.counts import block_histogram
+    from gradstats.primitives.loops.counts import block_count, block_histogram
 
+    shift = _MANTISSA - bits
     counts = np.zeros(1 << (8 + bits), dtype)
     zeros = lowest = 0
     for _, block in run:
         with np.errstate(over="ignore"):  # float64 beyond float32's range counts as infinite
             narrow = block.astype(np.float32, copy=False)
-        block_histogram(narrow.view(np.uint32), _MANTISSA - bits, counts)
+        block_histogram(narrow.view(np.uint32), shift, counts)
         # zeros go to the lowest bin: a block that adds nothing there has none, and is not read again
-        if counts[0] != lowest:
-            lowest = int(counts[0])
-            zeros += narrow.size - int(np.count_nonzero(narrow))
+        if added := int(counts[0]) - lowest:
+            lowest += added
+            # by bits: where denormals are flushed, they are zero to a comparison of floats
+            denormal = block_count(narrow, np.int32(1)) - block_count(narrow, np.int32(1 << shift))
+            zeros += added - int(denormal)
     return counts, zeros

@@ -28,6 +28,9 @@ _DOMINANT = 4
 _WIDE = 3
 """Successive cells, with none beside them, that may be one level whose last digits differ."""
 
+_DRAWN_AT_ONCE = 10**9
+"""Magnitudes from which on NumPy refuses to draw numbers per level."""
+
 _EXPECTED, _EXPECTED_HERE = 4.0, 2.0
 """Elements expected beyond the largest value from which on their absence (probability e⁻⁴) means clipping, and from
 which on (e⁻²) the last of some levels counts as clipped: that costs little where it was not."""
@@ -131,10 +134,15 @@ class Levels(Magnitudes):
         """
         if size >= self.count:
             return self
-        # numbers per level, without a list of all magnitudes, which the other method makes; below 10⁹ of them
-        drawn = rng.multivariate_hypergeometric(
-            self.weight.astype(np.int64), size, method="marginals"
-        )
+        # numbers per level, without a list of all magnitudes, which the other method makes
+        if self.count < _DRAWN_AT_ONCE:
+            drawn = rng.multivariate_hypergeometric(
+                self.weight.astype(np.int64), size, method="marginals"
+            )
+        else:
+            ranks = rng.choice(self.count, size, replace=False, shuffle=False)
+            levels = np.searchsorted(self.cumulative, ranks, side="right")
+            drawn = np.bincount(levels, minlength=self.weight.size)
         return self.part(drawn.astype(np.float64))
 
     def rounded(self, values: NDArray[np.float64]) -> Levels:

@@ -49,9 +49,9 @@ class Moments:
     count : int
         Number of elements summed.
     zeros : int
-        Number of exact zeros in the whole array.
+        Number of exact zeros in the whole array; −1 if it is not known.
     nonfinite : int
-        Number of NaN and infinities in the whole array.
+        Number of NaN and infinities in the whole array; −1 if it is not known.
     sum_abs : float
         Σ|g|, in the gradient's unit.
     sum_squares : float
@@ -59,7 +59,7 @@ class Moments:
     sum_log : float
         Σ ln|g|; NaN if it was not asked for.
     max : float
-        Largest |g| summed, 0 if there is none.
+        Largest |g| summed, 0 if there is none; NaN if it is not known.
     above : float
         Threshold, in the gradient's unit.
     """
@@ -80,21 +80,26 @@ class Moments:
             raise InputError(
                 f"sums above {self.above} and {other.above} do not add; take both above one threshold"
             )
+        # as exceedances() leaves them
+        unknown = self.zeros < 0 or other.zeros < 0
         return Moments(
             self.numel + other.numel,
             self.count + other.count,
-            self.zeros + other.zeros,
-            self.nonfinite + other.nonfinite,
+            -1 if unknown else self.zeros + other.zeros,
+            -1 if unknown else self.nonfinite + other.nonfinite,
             self.sum_abs + other.sum_abs,
             self.sum_squares + other.sum_squares,
             self.sum_log + other.sum_log,
-            max(self.max, other.max),
+            # of two, max() returns the first if that is NaN
+            other.max if math.isnan(other.max) else max(self.max, other.max),
             self.above,
         )
 
     @property
     def zero_fraction(self) -> float:
-        """Share of exact zeros among the finite elements, π₀; 0 for an array without finite elements."""
+        """Share of exact zeros among the finite elements, π₀; 0 without finite elements, NaN if zeros are unknown."""
+        if self.zeros < 0:
+            return math.nan
         finite = self.numel - self.nonfinite
         return self.zeros / finite if finite else 0.0
 

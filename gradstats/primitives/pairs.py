@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
-from gradstats.primitives.arrays import Array, check, flat_chunks, wide_dtype
+from gradstats.primitives.arrays import Array, check, even_chunks, wide_dtype
 
 __all__ = ["Pair", "gram", "pair", "sign_pairs"]
 
@@ -44,7 +44,7 @@ def gram(vectors: Sequence[Array]) -> NDArray[np.float64]:
     [[25.0, 3.0], [3.0, 1.0]]
     """
     products = np.zeros((len(vectors), len(vectors)))
-    for chunks in zip(*(flat_chunks(check(v)) for v in vectors), strict=True):
+    for chunks in zip(*(even_chunks(check(v)) for v in vectors), strict=True):
         # products of two float32 are exact in float64
         rows = np.array([chunk for _, chunk in chunks], np.float64)
         # left out of all vectors: with other elements for each pair, products would not be those of vectors
@@ -130,7 +130,7 @@ def sign_pairs(vectors: Sequence[Array]) -> tuple[int, int]:
     """
     n = len(vectors)
     agree = either = 0
-    for chunks in zip(*(flat_chunks(check(v)) for v in vectors), strict=True):
+    for chunks in zip(*(even_chunks(check(v)) for v in vectors), strict=True):
         positive = np.zeros(chunks[0][1].size, np.int64)
         negative = positive.copy()
         for _, chunk in chunks:
@@ -160,7 +160,7 @@ def pair(a: Array, b: Array) -> Pair:
         The counts.
     """
     a, b = check(a), check(b)
-    both = zip(flat_chunks(a), flat_chunks(b), strict=True)
+    both = zip(even_chunks(a), even_chunks(b), strict=True)
     # what float64 has beyond float32 cannot be equal: then both are compared as float32
     exact = wide_dtype(a) == wide_dtype(b)
     return reduce(add, (_pair(x, y, exact) for (_, x), (_, y) in both), _NOTHING)
@@ -169,7 +169,8 @@ def pair(a: Array, b: Array) -> Pair:
 def _pair(x: NDArray[np.floating], y: NDArray[np.floating], exact: bool) -> Pair:
     with np.errstate(over="ignore"):  # what float32 has no room for is infinite in the fingerprint
         narrow = x.astype(np.float32), y.astype(np.float32)
-    equal = (x == y) | (np.isnan(x) & np.isnan(y)) if exact else narrow[0] == narrow[1]
+    a, b = (x, y) if exact else narrow
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))
     some = x != 0, y != 0
     nonzero = tuple(int(np.count_nonzero(s)) for s in some)
     return Pair(
@@ -177,7 +178,7 @@ def _pair(x: NDArray[np.floating], y: NDArray[np.floating], exact: bool) -> Pair
         int(np.count_nonzero(equal)),
         int(np.count_nonzero(np.sign(x) * np.sign(y) > 0)),
         int(np.count_nonzero(some[0] | some[1])),
-        int(np.count_nonzero(equal & some[0])),
+        int(np.count_nonzero(equal & (a != 0))),
         nonzero,  # type: ignore[arg-type]
         tuple(int(np.count_nonzero(~np.isfinite(v))) for v in (x, y)),  # type: ignore[arg-type]
         (_fine(narrow[0]), _fine(narrow[1])),

@@ -1,6 +1,7 @@
 """Gradients rounded to number formats as they would be sent, piece by piece, against what they were.
 
-A gradient is read once for each format, and once for its largest element; nothing of its size is made.
+A gradient is read once for each format, once for its largest element, and once for what is no number; nothing of its
+size is made.
 """
 
 from __future__ import annotations
@@ -8,13 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradstats.primitives.arrays import CHUNK, Array, Selection, as_numpy, as_positions
+from gradstats.primitives.arrays import (
+    Array,
+    Selection,
+    as_numpy,
+    as_positions,
+    check,
+    even_chunks,
+    flat_chunks,
+    numel_of,
+)
 from gradstats.primitives.codec import rice_encode
 from gradstats.primitives.formats import Format, rotated
 
@@ -23,8 +34,6 @@ __all__ = ["Measured", "Message", "Way", "measure"]
 _LARGEST = float(np.finfo(np.float32).max)
 _SIGNS = 0x5EED
 """What the seed of a rotation's signs has more than that of rounding."""
-
-Vector = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -65,34 +74,40 @@ class Message:
     def __init__(
         self, values: Array, seed: Sequence[int] = (0,), selection: Selection | None = None
     ) -> None:
-        self.values: Vector = as_numpy(values).reshape(-1)
+        self.values = check(values)
+        self.numel = numel_of(values)
         self.seed = seed
         self.places: NDArray[np.int64] | None = None
         self.position_bits = 0
-        self._chosen: Vector | None = None
+        self._chosen: torch.Tensor | None = None
         self._largest: dict[int, torch.Tensor] = {}
         if selection is not None:
             self.places = as_positions(selection.indices)
-            self._chosen = as_numpy(selection.values)
+            self._chosen = _exact(as_numpy(selection.values))
             self.position_bits = 32 * int(rice_encode(self.places).size)
 
     @property
     def count(self) -> int:
         """Return the number of elements that are sent."""
-        return self.values.size if self.places is None else self.places.size
+        return self.numel if self.places is None else self.places.size
+
+    @cached_property
+    def nonfinite(self) -> int:
+        """Return the number of elements that are no number."""
+        return sum(
+            chunk.size - int(np.count_nonzero(np.isfinite(chunk)))
+            for _, chunk in flat_chunks(self.values)
+        )
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the elements in float64, without what is no number, and where they lie."""
-        for start in range(0, self.values.size, CHUNK):
-            where = slice(start, min(start + CHUNK, self.values.size))
-            # a copy, also of float64, as the next line writes to it
-            exact = np.array(self.values[where], np.float64)
-            yield where, torch.from_numpy(exact).nan_to_num_(0.0, 0.0, 0.0)
+        for start, chunk in even_chunks(self.values):
+            yield slice(start, start + chunk.size), _exact(chunk)
 
     def messages(self) -> Iterator[torch.Tensor]:
         """Yield the numbers that are sent, in float32: piece by piece, or the selection at once."""
         if self._chosen is not None:
-            yield _single(torch.from_numpy(np.array(self._chosen, np.float64)))
+            yield _single(self._chosen)
             return
         for _, piece in self.pieces():
             yield _single(piece)
@@ -111,6 +126,12 @@ class Message:
             each = (_mixed(m, signs).abs().amax() for m in self.messages() if m.numel())
             self._largest[rotation] = max(each, default=torch.zeros(()))
         return self._largest[rotation]
+
+
+def _exact(values: NDArray[np.floating[Any]]) -> torch.Tensor:
+    """Return elements in float64, those that are no number as 0."""
+    # a copy, also of float64, as the zeros are written to it
+    return torch.from_numpy(np.array(values, np.float64)).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _single(exact: torch.Tensor) -> torch.Tensor:
@@ -220,7 +241,7 @@ def measure(way: Way, sent: Sequence[Message], seed: int) -> list[Measured]:
         for each, piece in zip(sums, pieces, strict=False):
             each.add(*piece)
         if len(sent) > 1:
-            total = [sum(column[1:], column[0].clone()) for column in zip(*pieces, strict=True)]
+            total = [sum(column[1:], column[0]) for column in zip(*pieces, strict=True)]
             sums[-1].add(total[0], total[1], total[2])
     bits = [_bits(way, s) for s in sent]
     found = [
@@ -237,7 +258,7 @@ def _unit(sent: Message) -> float:
     """Return a power of two that keeps squares of a gradient's elements within float64."""
     top = float(sent.largest(0, None))
     # squares of float32 numbers, the smallest too, are within float64's range
-    if 0 < top < _LARGEST or not sent.values.size:
+    if 0 < top < _LARGEST or not sent.numel:
         return 1.0
     exact = max((float(p.abs().amax()) for _, p in sent.pieces()), default=0.0)
     # a power of two scales without rounding; beyond 2¹⁰²³ there is none for the smallest denormals
@@ -296,7 +317,7 @@ def _bits(way: Way, sent: Message) -> float:
     if way.rotation:
         # what fills up the last mixed block is sent, too
         count += -count % way.rotation
-    return (way.format.bits_of(count) + sent.position_bits) / max(sent.values.size, 1)
+    return (way.format.bits_of(count) + sent.position_bits) / max(sent.numel, 1)
 
 
 def _measured(
@@ -311,7 +332,7 @@ def _measured(
 
     return Measured(
         ranks=ranks,
-        numel=sent.values.size,
+        numel=sent.numel,
         bits=bits,
         error=share(sums.error, sums.square),
         bias=share(sums.along, sums.square),
@@ -319,5 +340,5 @@ def _measured(
         zeros=share(sum(c.zeros for c in counts), nonzero),
         saturated=share(sum(c.saturated for c in counts), nonzero),
         dropped=share(sums.dropped, sums.square),
-        nonfinite=int(np.count_nonzero(~np.isfinite(sent.values))),
+        nonfinite=sent.nonfinite,
     )

@@ -91,9 +91,7 @@ def select(x: Array, threshold: float) -> Selection:
     # only infinity reaches a threshold beyond float32's range
     low = max(int(narrowed(threshold).view(np.int32)), 1)
     parts = map_runs(lambda run, numel: _select_run(run, numel, threshold, low), x, _BLOCK)
-    dtype = wide_dtype(x)
-    indices = _concatenate([i for i, _ in parts], np.int64)
-    values = _concatenate([v for _, v in parts], dtype)
+    indices, values = (_concatenate(list(each)) for each in zip(*parts, strict=True))
     return selection_like(x, indices, values)
 
 
@@ -119,11 +117,9 @@ def selection_like(x: Array, indices: NDArray[np.int64], values: NDArray[Any]) -
     return Selection(indices, values.astype(x.dtype, copy=False))
 
 
-def _concatenate(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+def _concatenate(parts: list[NDArray[Any]]) -> NDArray[Any]:
     # np.concatenate copies a single part, too
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _select_run(

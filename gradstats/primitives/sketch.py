@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,9 @@ BITS = 10
 
 EXACT = 1 << 15
 """Non-zero elements up to which a sketch keeps every magnitude."""
+
+_NORMAL, _LEAST = float(np.finfo(np.float32).tiny), 2.0**-149
+"""Least normal number of float32, and its least denormal one, of which all denormals are multiples."""
 
 
 # no ==, which arrays do not answer with one truth value
@@ -203,7 +206,7 @@ class Magnitudes:
         some = weight > 0
         return Magnitudes.from_cells(left[some] - threshold, right[some] - threshold, weight[some])
 
-    def scaled(self, factor: float) -> Magnitudes:
+    def scaled(self, factor: float) -> Self:
         """Return the magnitudes times a factor.
 
         Parameters
@@ -212,15 +215,15 @@ class Magnitudes:
             Factor above 0.
         """
         factor = check_number(factor, "factor", 0, math.inf)
-        return Magnitudes(
-            self.left * factor,
-            self.right * factor,
-            self.weight,
-            self.mean * factor,
-            self.mean_square * factor**2,
-            self.mean_log + float(np.log(factor)),
-            self.max * factor,
-            self.zero_fraction,
+        # the rest is kept, also what a subclass adds
+        return replace(
+            self,
+            left=self.left * factor,
+            right=self.right * factor,
+            mean=self.mean * factor,
+            mean_square=self.mean_square * factor**2,
+            mean_log=self.mean_log + float(np.log(factor)),
+            max=self.max * factor,
         )
 
     def largest(self, count: int) -> NDArray[np.float64]:
@@ -300,7 +303,12 @@ class Sketch(Shown):
         """Return what is known exactly, and the median of the magnitudes, as one record."""
         s = self.moments
         rms = math.sqrt(s.sum_squares / s.count) if s.count else math.nan
-        median = self.magnitudes.upper_quantile(max((s.count + 1) / 2, 1))
+        # the mean of the two in the middle, which are one where their number is odd
+        low, high = (
+            self.magnitudes.upper_quantile(max(k, 1))
+            for k in (s.count // 2 + 1, (s.count + 1) // 2)
+        )
+        median = low + (high - low) / 2
         counts = {"numel": s.numel, "zeros": s.zeros, "nonfinite": s.nonfinite}
         sizes = {"mean": s.mean, "rms": rms, "median": median if s.count else math.nan}
         return [counts | sizes | {"max": s.max, "bits": self.bits}]
@@ -363,9 +371,10 @@ class Sketch(Shown):
         Raises
         ------
         InputError
-            If there are not as many bits.
+            If there are not as many bits, or most of the single magnitudes are below float32's range.
         """
         bits = check_count(bits, f"bits coarser than {self.bits} bits", 0, self.bits)
+        _check_values([self], self.moments)
         bins, counts = _merged(self.bins >> (self.bits - bits), self.counts)
         return Sketch(self.moments, bins, counts, bits)
 
@@ -384,7 +393,7 @@ def merge(sketches: Sequence[Sketch]) -> Sketch:
     Raises
     ------
     InputError
-        If their bits differ.
+        If their bits differ, or more than :data:`EXACT` magnitudes are most of them below float32's range.
     """
     first = sketches[0]
     if len(sketches) == 1:
@@ -399,6 +408,8 @@ def merge(sketches: Sequence[Sketch]) -> Sketch:
     values = None
     if len(known) == len(sketches) and total.count <= EXACT:
         values = np.sort(np.concatenate(known))
+    else:
+        _check_values(sketches, total)
     return Sketch(total, bins, counts, first.bits, values)
 
 
@@ -411,14 +422,23 @@ def _check_range(largest: float) -> None:
         )
 
 
-def _check_small(counts: NDArray[Any], sums: Moments, bits: int) -> None:
+def _check_values(sketches: Sequence[Sketch], sums: Moments) -> None:
+    """Check that the bins hold most magnitudes, where no single ones are kept any more."""
+    small = 0
+    for values in (s.values for s in sketches if s.values is not None):
+        low = values[: np.searchsorted(values, _NORMAL)]
+        places = low / _LEAST
+        # float32's own denormals, which are whole ones, have their bins
+        small += int(np.count_nonzero(places != np.rint(places)))
+    _check_small(small, sums)
+
+
+def _check_small(small: int, sums: Moments) -> None:
     """Check that most magnitudes of float64 are not below float32's normal numbers, where its bins are few."""
-    # bins below 2^bits have exponent 0, that of subnormal numbers
-    normal = int(counts[1 << bits :].sum())
-    if 2 * normal < sums.count:
+    if 2 * small > sums.count:
         raise InputError(
-            f"magnitudes of {sums.mean:.3g} on the mean are below float32's range, in which more than {EXACT:,} are "
-            "counted: rescale them"
+            f"magnitudes of {sums.mean:.3g} on the mean are below float32's range, in which bins count them: "
+            "rescale them"
         )
 
 
@@ -486,7 +506,8 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
         _check_range(sums.max)
         counts = histogram(x, bits).counts
         if wide_dtype(x) == np.float64:
-            _check_small(counts, sums, bits)
+            # bins below 2^bits have exponent 0, that of subnormal numbers
+            _check_small(sums.count - int(counts[1 << bits :].sum()), sums)
         # what float32 rounds to zero is not zero; it belongs into the lowest bin, with the smallest denormals
         counts[0] += sums.count - int(counts.sum())
         bins = np.flatnonzero(counts > 0)  # of booleans, which takes a tenth of the time
@@ -495,7 +516,10 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
     with np.errstate(under="ignore"):
         # what is too large for float32 goes into the last bin, so that the bins count everything
         narrow = np.minimum(values, np.finfo(np.float32).max).astype(np.float32)
-    placed = (narrow.view(np.int32) >> (23 - bits)).astype(np.int64)  # ascending, as the values are
+    pattern, low = narrow.view(np.int32), int(np.searchsorted(values, _NORMAL))
+    # what `narrow` has, but where denormals are flushed
+    pattern[:low] = np.rint(values[:low] / _LEAST)
+    placed = (pattern >> (23 - bits)).astype(np.int64)  # ascending, as the values are
     changes = np.flatnonzero(placed[1:] != placed[:-1]) + 1
     edges = np.concatenate([[0], changes, [placed.size]]) if placed.size else np.zeros(1, np.int64)
     return Sketch(sums, placed[edges[:-1]], edges[1:] - edges[:-1], bits, values)
@@ -504,10 +528,21 @@ def sketch(x: Array, bits: int = BITS) -> Sketch:
 def _finite_magnitudes(x: Array) -> NDArray[np.float64]:
     """Return the finite non-zero magnitudes of an array that has few."""
     if device_code(x) is not None:  # its zeros, of which it may have many, stay on the device
-        some: NDArray[np.float64] = np.abs(as_numpy(select(x, 0.0).values)).astype(np.float64)
-        return some[np.isfinite(some)]
-    parts = [np.empty(0)]
-    for _, chunk in flat_chunks(x):
-        magnitude = np.abs(chunk)
-        parts.append(magnitude[np.isfinite(magnitude) & (magnitude > 0)].astype(np.float64))
-    return np.concatenate(parts)
+        return _positive(as_numpy(select(x, 0.0).values))
+    return np.concatenate([np.empty(0), *(_positive(chunk) for _, chunk in flat_chunks(x))])
+
+
+def _positive(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the finite non-zero magnitudes of float32 or float64 elements."""
+    magnitude: NDArray[Any] = np.abs(values)
+    found: NDArray[np.float64]
+    if magnitude.dtype == np.float64:
+        found = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
+        return found
+    # by bits: where denormals are flushed, they are zero to a comparison of floats
+    bits = magnitude.view(np.int32)
+    bits = bits[(bits > 0) & (bits < 0x7F800000)]
+    found = bits.view(np.float32).astype(np.float64)
+    tiny = found < _NORMAL
+    found[tiny] = bits[tiny] * _LEAST
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from gradstats.collectives import Codec
 from gradstats.errors import InputError, TraceError
 from gradstats.primitives.arrays import CHUNK
 from gradstats.primitives.formats import FORMATS
+from gradstats.primitives.rounding import Message, Way, measure
 from gradstats.trace import Layer, TraceWriter, create_trace
 
 LIVE = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "bf16": "bfloat16", "fp16": "float16"}
@@ -76,6 +78,9 @@ def test_one_scale_for_the_tensor_and_the_share_beyond_the_largest_number():
     unit = 2.0 ** (np.floor(np.log2(top)) - 2)
     beyond = np.abs(x) > 6 * unit.repeat(32)[: x.size]
     assert block(found, format="mxfp4")["saturated"] == pytest.approx(beyond.mean())
+    for n in range(1, 40):  # the largest of a tensor arrives, wherever its scale is cut off
+        (each,) = gradstats.wire(np.full(20, 0.3 * n), ["nvfp4"])
+        assert (each["saturated"], each["error"] < 1e-8) == (0, True)
 
 
 def test_a_rotation_is_a_hadamard_matrix_after_signs():
@@ -170,6 +175,9 @@ def test_gradients_without_an_answer_have_a_defined_one():
     for a, b in zip(gradstats.wire(bad), gradstats.wire(zeroed), strict=True):
         assert a | {"nonfinite": 0} == b
         assert a["nonfinite"] == 3
+    each = gradstats.wire(bad, ["bf16"], ratio=0.1)[0]  # where it is selected, too
+    assert each["error"] == pytest.approx(each["dropped"], rel=1e-4)
+    assert each["nonfinite"] == 3
     for scale in (
         1e-200,
         1e200,
@@ -194,6 +202,16 @@ def test_any_dtype_and_layout(dtype):
         gradstats.wire(turned, ["mxfp6"])[0]["error"]
         == gradstats.wire(plain, ["mxfp6"])[0]["error"]
     )
+
+
+def test_nothing_of_the_size_of_a_gradient_is_made():
+    x, way = np.ones(1 << 22, np.float16), Way(FORMATS["bf16"], "none", "nearest", 0)
+    tracemalloc.start()
+    try:
+        measure(way, [Message(x)], 0)
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_smallest_format_below_an_error():

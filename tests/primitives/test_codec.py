@@ -187,3 +187,12 @@ def test_a_flipped_bit_or_a_lost_end_is_refused_or_gives_positions(chosen, data)
     assert used <= kept.size
     assert (np.diff(found) > 0).all()
     assert 0 <= found[0] <= found[-1] < numel
+
+
+def test_places_within_chunks_reach_as_far_as_their_head():
+    last = 2**43 - 1
+    words = codec_operators.chunk_encode(tensor([last - 9000, last]), 99)
+    assert codec_operators.chunk_decode(words, 2, last + 1)[0].tolist() == [last - 9000, last]
+    for wrong in ([last + 1], [2**44 + 5], [3, 3], [-1]):
+        with pytest.raises(InputError, match="ascending, each once, from 0 to"):
+            codec_operators.chunk_encode(tensor(wrong), 99)

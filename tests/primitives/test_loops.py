@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ from gradstats.primitives import (
 )
 from gradstats.primitives.loops import copies, counts, rice, selection, signs, sums
 from gradstats.primitives.loops.calls import calls
-from gradstats.primitives.loops.compiled import LOOPS, has
+from gradstats.primitives.loops.compiled import LOOPS, _Files, has
 from gradstats.primitives.select import _FEW, SORTED
+from gradstats.primitives.sketch import sketch
 from gradstats.thresholds import make_estimator, sidco, warm_up
 
 COMPILED = [
@@ -128,6 +130,76 @@ def test_flushed_denormals_are_no_zeros_to_a_loop_of_bits():
             arrays = [a for a in arguments if isinstance(a, np.ndarray)]
             found.append([a[: stop if loop.counted else None].tobytes() for a in arrays])
         assert found[0] == found[1]
+
+
+def flushed(function):
+    """Return what a function does where denormals are taken for zeros."""
+    torch.set_flush_denormal(True)
+    try:
+        return function()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_flushed_denormals_are_counted_and_summed_all_the_same():
+    x = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+    some = x.copy()
+    some[::3] *= np.float32(1e-40)
+    zeros = np.where(np.arange(x.size) % 7, some, 0)
+    odd = np.append(zeros, np.float32([np.nan, np.inf]))
+    for values in (some, zeros, odd, x * np.float32(1e-40), np.float32([1e-40, 0, 1, 2])):
+        for above, log in ((0, True), (0, False), (0.5, True), (0.5, False)):
+            reduced = partial(moments, values, above, log=log)
+            found, expected = flushed(reduced), reduced()
+            for name in found.__slots__:
+                close = pytest.approx(getattr(expected, name), rel=1e-12, nan_ok=True)
+                assert getattr(found, name) == close, name
+        for bits in (0, 7, 12):
+            found, expected = flushed(partial(histogram, values, bits)), histogram(values, bits)
+            assert found.zeros == expected.zeros
+            assert (found.counts == expected.counts).all()
+        found, expected = flushed(partial(sketch, values)), sketch(values)
+        assert found.values.tolist() == expected.values.tolist()
+        assert (found.counts == expected.counts).all()
+    x = np.tile(np.float32([1e-40, 0, 1, 2]), 2)
+    parts, found = np.array([[0, 4], [4, 8]]), np.empty((2, 7))
+    tally, used = np.zeros((8, 2, 4096), np.uint32), np.zeros(8, bool)
+
+    def count():
+        sums.moments_of_parts(x, parts, np.float32(0), True, found)
+        counts.histograms_of_parts(x.view(np.uint32), parts, found, 0, 16, 255 << 7, tally, used)
+
+    flushed(count)
+    assert np.where(used[:, None, None], tally, 0).sum((0, 2)).tolist() == [3, 3]
+
+
+def test_an_interrupted_count_leaves_nothing_to_the_next(monkeypatch):
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32).view(np.uint32)
+    expected = counts.counts_of_all(x, 0, 16)
+    count = counts.block_histogram
+
+    def interrupted(*arguments):
+        count(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(counts, "block_histogram", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        counts.counts_of_all(x, 0, 16)
+    monkeypatch.undo()
+    assert counts.counts_of_all(x, 0, 16).tolist() == expected.tolist()
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    files = _Files(tmp_path, "loop")
+    killed, writing = (tmp_path / f"loop-a-b.nbc.{i}" for i in range(2))
+    for path in (killed, writing):
+        path.touch()
+    os.utime(killed, (0, 0))
+    files.save(("a", "c"), 1)
+    assert files.load(("a", "c")) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {writing.name, "loop-a-c.nbc"}
+    files.flush()
+    assert not [*tmp_path.iterdir()]
 
 
 EDITED = """

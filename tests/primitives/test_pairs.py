@@ -44,6 +44,22 @@ def test_counts_of_a_pair():
     assert pair(a[:1000], b[:1000]) + pair(a[1000:], b[1000:]) == found
 
 
+def test_strided_vectors_lie_beside_their_copies():
+    whole = np.random.default_rng(0).standard_normal((1000, 301)).astype(np.float32)
+    strided, turned = whole[:, :299], torch.from_numpy(whole[:, :299].T.copy()).bfloat16().T
+    for x, copy in ((strided, strided.copy()), (turned, turned.contiguous())):
+        assert pair(x, copy).same == x.shape[0] * x.shape[1] == 299_000
+        assert sign_pairs([x, copy]) == (299_000, 299_000)
+        products = gram([x, copy])
+        assert (products == products[0, 0]).all()
+
+
+def test_types_of_two_widths_are_compared_as_float32():
+    narrow, wide = np.float32([np.nan, 0, 1, 0.1, 2]), np.array([np.nan, 1e-60, 1, 0.1, 3])
+    for found in (pair(narrow, wide), pair(wide, narrow)):
+        assert (found.same, found.shared) == (4, 3)
+
+
 def test_types_that_hold_every_element():
     x = torch.randn(1000)
     for dtype, place in ((torch.bfloat16, 0), (torch.float16, 1)):

@@ -24,7 +24,7 @@ from gradstats.primitives import (
     set_num_threads,
     top_candidates,
 )
-from gradstats.primitives.arrays import CHUNK
+from gradstats.primitives.arrays import CHUNK, _runs, even_chunks, flat_chunks
 from gradstats.primitives.histogram import Histogram, bin_edges
 from gradstats.primitives.loops.counts import descend
 from gradstats.primitives.moments import rounded_sums
@@ -181,6 +181,10 @@ def test_moments_count_what_they_leave_out(xp):
     assert (both.sum_abs, both.sum_squares, both.sum_log) == (7.0, 21.0, pytest.approx(np.log(8)))
     with pytest.raises(InputError, match="do not add"):
         _ = m + moments(xp(x), above=1.0)
+    unknown = exceedances(xp(x), 0.0)
+    for each in (unknown, unknown + unknown, unknown + m, m + unknown):
+        assert (each.zeros, each.nonfinite) == (-1, -1)
+        assert np.isnan([each.zero_fraction, each.max, each.sum_log]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -203,6 +207,27 @@ def test_strided_and_multidimensional_inputs_are_read_in_index_order():
             assert np.array_equal(np.asarray(a.indices), b.indices)
             assert np.array_equal(np.asarray(a.values), b.values)
             assert moments(given_).sum_abs == pytest.approx(moments(expected).sum_abs, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(700, 600), (2, 300_001), (300_001, 2), (5, 50, 40, 60), (7,)])
+def test_a_strided_tensor_is_copied_in_parts(shape):
+    """One whose elements torch reads: in other types NumPy does."""
+    whole = torch.randn(*shape[::-1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    turned = whole.permute(*range(len(shape))[::-1])[..., ::2]
+    runs = list(_runs(turned, CHUNK))
+    memory = turned.untyped_storage()
+    assert all(
+        part.nbytes() <= 2 * CHUNK or part.data_ptr() == memory.data_ptr()
+        for part in (run.untyped_storage() for run in runs)
+    )
+    assert torch.equal(torch.cat(runs), turned.reshape(-1))
+    for chunks in (flat_chunks, even_chunks):
+        found = [(offset, chunk.copy()) for offset, chunk in chunks(turned)]
+        assert np.array_equal(
+            np.concatenate([c for _, c in found]), turned.reshape(-1).float().numpy()
+        )
+        assert [o for o, _ in found] == np.cumsum([0, *(c.size for _, c in found[:-1])]).tolist()
+    assert {chunk.size for _, chunk in found[:-1]} <= {CHUNK}
 
 
 def test_numpy_and_torch_give_the_same_bits(family):
@@ -284,6 +309,9 @@ def test_histograms_add(family):
     both = histogram(family)
     assert np.array_equal((a + b).counts, both.counts)
     assert (a + b).zeros == both.zeros
+    # arrays have no one truth value
+    assert a != b
+    assert select(family, 0.0) != select(family, 0.0)
 
 
 @every("ratio", RATIOS)

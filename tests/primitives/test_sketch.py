@@ -137,6 +137,20 @@ def test_float64_outside_float32s_range_is_counted_or_refused():
     merged = merge([small, sketch(huge[20_000:])])
     with pytest.raises(InputError, match="rescale"):
         _ = merged.magnitudes
+    below = [sketch(half) for half in np.split(x * 1e-50, 2)]
+    for wide in (lambda: below[0] + below[1], lambda: below[0].coarsen(7)):
+        with pytest.raises(InputError, match="rescale"):
+            wide()
+    assert merge([*below, sketch(x), sketch(x)]).counts.sum() == 120_000  # most are within it
+    # float32's own have bins
+    single = [sketch(half) for half in np.split((x * 1e-40).astype(np.float32), 2)]
+    assert merge(single).counts.sum() == np.count_nonzero((x * 1e-40).astype(np.float32))
+
+
+def test_the_median_of_an_even_number_is_between_the_two_in_the_middle():
+    for values, median in (([1, 3], 2), ([1, 3, 7], 3), ([2], 2), ([1.7e308] * 2, 1.7e308)):
+        assert sketch(np.array(values, float)).summary()["median"].item() == median
+    assert math.isnan(sketch(np.zeros(2)).summary()["median"].item())
 
 
 @pytest.mark.parametrize("bits", [3, 7, 10])

@@ -112,6 +112,18 @@ def test_a_bound_is_told_from_a_level():
     assert 2 * row.c_low - row.c < 0 < 2 * row.c_high - row.c
 
 
+def test_levels_of_a_billion_magnitudes_are_drawn_and_scaled():
+    levels = np.array([1.0, 2.0, 3.0])
+    m = Levels.of(levels, levels, np.array([6e8, 3e8, 1e8]), True)
+    drawn = m.sample(10_000, np.random.default_rng(0))
+    assert drawn.count == 10_000
+    assert drawn.weight == pytest.approx([6000, 3000, 1000], rel=0.1)
+    twice = m.scaled(2.0)
+    assert (type(twice), twice.bounded) == (Levels, True)
+    assert twice.left.tolist() == [2, 4, 6]
+    assert twice.mean == 2 * m.mean
+
+
 @pytest.mark.parametrize("n", [20_000, N])
 def test_continuous_magnitudes_are_no_levels(n):
     rng = np.random.default_rng(0)

@@ -16,6 +16,7 @@ import hashlib
 import os
 import re
 import sys
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -68,6 +69,9 @@ _ALWAYS = {"no_cfunc_wrapper": True}
 
 _CALLED = _ALWAYS | {"no_cpython_wrapper": True}
 """Options of those that loops alone call."""
+
+_KILLED = 3600
+"""Seconds after which a file that is still being written is a killed process's."""
 
 _METHODS: set[str] = set()
 """Names of the methods of named tuples that are compiled."""
@@ -334,14 +338,17 @@ class _Files:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        for old in self._folder.glob(f"{self._name}-{key[0]}-*.nbc"):
-            if old != path:
-                with contextlib.suppress(OSError):  # another process was first
+        for old in self._folder.glob(f"{self._name}-{key[0]}-*.nbc*"):
+            with contextlib.suppress(OSError):  # another process was first
+                # a part is another process's, unless that was killed
+                if old != path and (
+                    old.suffix == ".nbc" or time.time() - old.stat().st_mtime > _KILLED
+                ):
                     old.unlink()
 
     def flush(self) -> None:
         """Delete all."""
-        for path in self._folder.glob(f"{self._name}-*.nbc"):
+        for path in self._folder.glob(f"{self._name}-*.nbc*"):
             path.unlink(missing_ok=True)
 
 

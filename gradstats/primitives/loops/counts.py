@@ -324,8 +324,10 @@ def counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[n
         The same.
     """
     room: NDArray[np.uint32] | None = getattr(_ROOM, "counts", None)
+    # taken, as an interrupt may leave counts in it
+    _ROOM.counts = None
     if room is None or room.size != 1 << (31 - shift):
-        room = _ROOM.counts = np.zeros(1 << (31 - shift), np.uint32)
+        room = np.zeros(1 << (31 - shift), np.uint32)
     block_histogram(bits, shift, room)
     if first == 0:
         room[0] -= np.uint32(bits.size - np.count_nonzero(bits & np.uint32(MASK)))
@@ -341,6 +343,7 @@ def counts_of_all(bits: NDArray[np.uint32], first: int, shift: int) -> NDArray[n
     # from there up to infinity all are 0
     room[: max(last, first)] = 0
     room[above:] = 0  # NaN and infinities
+    _ROOM.counts = room
     return counts
 
 

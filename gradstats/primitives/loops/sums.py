@@ -1,5 +1,7 @@
 """Sums over the magnitudes of a block: of all, of those from a threshold on, of their squares and logarithms."""
 
+# Size: a fifth of its lines are docstrings; the loops have steps in common, which LLVM writes into each.
+
 from __future__ import annotations
 
 from typing import Any
@@ -41,6 +43,8 @@ _FACTORS = 16
 """Mantissas that are multiplied in float32: their product is below 2¹⁶."""
 _SQUARED = 2.0**-50
 """Magnitude from which on, and up to its inverse, squares are added up in float32."""
+_LEAST = 2.0**-149
+"""The least magnitude that is not zero."""
 _LN2 = 0.6931471805599453
 
 # Sums may be reordered, which makes them vector instructions, but NaN and infinity keep their meaning, except to
@@ -89,8 +93,22 @@ def _extremes(bits: NDArray[np.int32]) -> tuple[np.int32, np.int32]:
 
 
 @inner()
-def _magnitude(bits: np.int32) -> np.float32:
-    return np.int32(bits).view(np.float32)
+def _magnitude(bits: np.int32) -> float:
+    """Return the number of these bits, also where denormals are flushed."""
+    if bits < _NORMAL:
+        # a whole number of 2⁻¹⁴⁹
+        return np.float64(bits) * _LEAST
+    return np.float64(np.int32(bits).view(np.float32))
+
+
+@inner()
+def _denormals(bits: NDArray[np.int32]) -> np.int32:
+    """Return the number of denormal magnitudes."""
+    count = np.int32(0)
+    for i in range(bits.size):
+        b = np.int32(bits[i] & MASK)
+        count = np.int32(count + np.int32(b < _NORMAL) - np.int32(b == 0))
+    return count
 
 
 @inner(fastmath=FAST, error_model="numpy")
@@ -315,6 +333,9 @@ def moments_of_parts(
         Written: count, zeros, nonfinite, Σ|x|, Σx², Σln|x| and max of each.
     """
     kept = np.empty(PART, np.float32)
+    low = max(np.float32(above).view(np.int32), np.int32(1))
+    # the bits of a small whole number are a denormal's; one of a constant the compiler would compare itself
+    flushes = not np.int32(len(parts)).view(np.float32) > np.float32(0)
     for row in range(len(parts)):
         block = x[parts[row, 0] : parts[row, 1]]
         count = 0
@@ -323,7 +344,7 @@ def moments_of_parts(
         total = 0.0
         squares = 0.0
         logs = 0.0
-        largest = np.float32(0)
+        largest = np.int32(0)
         for start in range(0, block.size, PART):
             part = block[start : start + PART]
             top, none = np.int32(0), np.int32(0)
@@ -333,15 +354,28 @@ def moments_of_parts(
                 top = max(top, peak)
                 none += empty
             zeros += none
-            if top >= INFINITY or (log and (none > 0 or above > 0)):
+            if (
+                top >= INFINITY
+                or (log and (none > 0 or above > 0))
+                or (flushes and _denormals(view(part, np.int32)) > 0)
+            ):
                 # copy what counts: something is not finite (rare), or the logarithms must not meet zeros
+                bits = view(part, np.int32)
                 n = 0
                 for i in range(part.size):
-                    a = abs(part[i])
-                    if not a < np.inf:
+                    b = np.int32(bits[i] & MASK)
+                    if b >= INFINITY:
                         nonfinite += 1
-                    elif a > 0 and a >= above:
-                        kept[n] = a
+                    elif b >= low and flushes and b < _NORMAL:
+                        tiny = _magnitude(b)
+                        count += 1
+                        total += tiny
+                        squares += tiny * tiny
+                        if log:
+                            logs += np.log(tiny)
+                        largest = max(largest, b)
+                    elif b >= low:
+                        kept[n] = b.view(np.float32)
                         n += 1
                 part = kept[:n]
                 top, none = _extremes(view(part, np.int32))
@@ -353,17 +387,18 @@ def moments_of_parts(
                 count += c
                 # if any element reaches `above`, the largest does
                 if c > 0:
-                    largest = max(largest, _magnitude(top))
+                    largest = max(largest, top)
             else:
                 s, q = _sums(part)
                 count += part.size - none
-                largest = max(largest, _magnitude(top))
+                largest = max(largest, top)
             total += s
             squares += q
             if log:
                 logs += _sum_log(part)
         sums[row, 0], sums[row, 1], sums[row, 2] = count, zeros, nonfinite
-        sums[row, 3], sums[row, 4], sums[row, 5], sums[row, 6] = total, squares, logs, largest
+        sums[row, 3], sums[row, 4], sums[row, 5] = total, squares, logs
+        sums[row, 6] = _magnitude(largest)
 
 
 def block_moments(
