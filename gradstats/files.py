@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+(?:::[a-z][a-z0-9+.-]+)*):(//?)(?=.|$)
 
 # O_BINARY: without it Windows writes a carriage return before every line feed
 _NEW = (
-    os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 )
 
 
@@ -92,10 +92,22 @@ def replacing(path: str | Path) -> Iterator[Path]:
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         partial.replace(path)
+        _sync_folder(path.parent)
     # an interruption must not leave a partial file behind either
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, where the system has a way to."""
+    # Windows opens no folder, and some network file systems sync none: the file is there all the same
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
@@ -137,7 +149,12 @@ def write_file(path: str | Path, *parts: bytes | memoryview) -> None:
     """
     partial = f"{path}.partial"
     try:
-        descriptor = os.open(partial, _NEW, 0o666)  # 0o666 less the umask, as open() does it
+        try:
+            descriptor = os.open(partial, _NEW, 0o666)  # 0o666 less the umask, as open() does it
+        except FileExistsError:
+            # left by a process that was killed; never opened, since it may be a link to a file that is needed
+            os.unlink(partial)
+            descriptor = os.open(partial, _NEW, 0o666)
         try:
             left = [memoryview(part) for part in parts]
             while left:  # at most two gigabytes at a time, and what the disk has room for
@@ -178,6 +195,8 @@ def write_link(target: str, path: Path) -> None:
     # symlink() refuses a name that exists; a rename replaces it in one step
     partial = path.with_name(f"{path.name}.partial")
     try:
+        # left by a process that was killed
+        partial.unlink(missing_ok=True)
         partial.symlink_to(target)
         partial.replace(path)
     except OSError:

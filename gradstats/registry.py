@@ -77,7 +77,12 @@ def load_file(path: str | Path) -> None:
         If it cannot be read or imported. The message says in which line.
     """
     file = Path(path).resolve()
-    name = f"load_{file.stem}"  # of no module that somebody else might mean
+    name = plain = f"load_{file.stem}"  # of no module that somebody else might mean
+    number = 1
+    # pickle finds a class by the name of its module, which is of one file alone
+    while getattr(sys.modules.get(name), "__file__", str(file)) != str(file):
+        number += 1
+        name = f"{plain}_{number}"
     # an explicit loader, so that the file need not end in .py
     loader = SourceFileLoader(name, str(file))
     spec = spec_from_loader(name, loader)

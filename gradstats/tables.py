@@ -144,7 +144,7 @@ class Shown:
         # milliseconds, as in the cells of `rows`
         columns = [
             alike([v[n] for v in values], [row[n] for row in rows])
-            if f"{n}_low" not in values[0]
+            if n not in _intervals(values[0])
             # a cell with its interval has its digits already
             else [row[n] for row in rows]
             for n in names
@@ -304,15 +304,7 @@ def joined(records: Sequence[Record]) -> list[dict[str, str]]:
     found = []
     # converted first, since a number and its interval must have the same unit
     for record in map(_in_ms, records):
-        ends = {
-            n: (f"{n}_low", f"{n}_high")
-            for n in record
-            if f"{n}_low" in record and f"{n}_high" in record
-        }
-        # `low` and `high` alone belong to one field: the first of these without an interval of its own
-        owner = next((n for n in _OWNERS if n in record and n not in ends), "")
-        if owner and "low" in record and "high" in record:
-            ends[owner] = ("low", "high")
+        ends = _intervals(record)
         taken = {end for pair in ends.values() for end in pair}
         found.append(
             {
@@ -326,6 +318,20 @@ def joined(records: Sequence[Record]) -> list[dict[str, str]]:
             }
         )
     return found
+
+
+def _intervals(record: Record) -> dict[str, tuple[str, str]]:
+    """Return the fields that have an interval, with the names of its ends."""
+    ends = {
+        n: (f"{n}_low", f"{n}_high")
+        for n in record
+        if f"{n}_low" in record and f"{n}_high" in record
+    }
+    # `low` and `high` alone belong to one field: the first of these without an interval of its own
+    owner = next((n for n in _OWNERS if n in record and n not in ends), "")
+    if owner and "low" in record and "high" in record:
+        ends[owner] = ("low", "high")
+    return ends
 
 
 def format_uncertain(value: Any, low: Any, high: Any) -> str:
@@ -610,6 +616,8 @@ def _json_value(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {str(k): _json_value(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(v) for v in value]
     return value
 
 
@@ -686,7 +694,8 @@ def format_bytes(count: float) -> str:
         Three significant digits and a decimal unit, as in ``"12.3 MB"``.
     """
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
+        # from 999.5 of the smaller unit on, three digits would be 1e+03 of it
+        if count >= size * (0.9995 if size > 1e3 else 1):
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} bytes"
 

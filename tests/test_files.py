@@ -28,6 +28,17 @@ def test_a_file_is_replaced_whole_and_keeps_its_permissions(tmp_path):
     assert names(tmp_path) == ["note.txt"]
 
 
+def test_a_file_and_its_name_are_on_the_disk(tmp_path, monkeypatch):
+    note, synced = tmp_path / "note.txt", []
+    monkeypatch.setattr(
+        os, "fsync", lambda at: synced.append((os.fstat(at).st_ino, names(tmp_path)))
+    )
+    replace_file(note, "whole")
+    inodes = [inode for inode, _ in synced]
+    assert inodes == [note.stat().st_ino, tmp_path.stat().st_ino]
+    assert synced[1][1] == ["note.txt"]
+
+
 def test_what_a_link_leads_to_is_replaced_and_what_is_no_file_is_written_to(tmp_path):
     note, link = tmp_path / "note.txt", tmp_path / "link"
     link.symlink_to(note)
@@ -56,12 +67,16 @@ def test_a_file_that_is_written_again_is_its_last_version(tmp_path):
     file = tmp_path / "file"
     (tmp_path / "file.partial").write_bytes(b"left by a process that was killed, and longer")
     for i in range(5):
+        if i == 3:  # of a link that was to replace the file: what it leads to is not written
+            (tmp_path.parent / "needed").write_text("needed")
+            (tmp_path / "file.partial").symlink_to("../needed")
         with open(file, "a+b") as reader:  # who has it open keeps what there was
             reader.seek(0)
             write_file(file, b"%d" % i, b" whole")
             assert reader.read() == (b"%d whole" % (i - 1) if i else b"")
         assert file.read_bytes() == b"%d whole" % i
         assert names(tmp_path) == ["file"]
+    assert (tmp_path.parent / "needed").read_text() == "needed"
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
@@ -84,6 +99,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_link_takes_the_place_of_a_file_and_of_a_link(tmp_path, monkeypatch):
     place = tmp_path / "place"
     place.write_text("a file")
+    (tmp_path / "place.partial").symlink_to("left by a process that was killed")
     for target in ("one", "two"):
         write_link(target, place)
         assert os.readlink(place) == target

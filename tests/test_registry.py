@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
@@ -107,6 +108,26 @@ def test_a_file_is_loaded_as_a_module_beside_others(tmp_path, monkeypatch):
     assert mine.one == 1
     assert "mean" in vars(importlib.import_module("statistics"))
     assert registry.loaded_files() == [str(tmp_path / "statistics.py")]
+
+
+def test_files_of_one_name_are_modules_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_FILES", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("load_same", "load_same_2"):  # taken away after the test
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    files = [tmp_path / folder / "same.py" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(f"class Mine:\n    where = {file.parent.name!r}\n")
+        registry.load_file(file)
+    mine = [sys.modules[name].Mine for name in ("load_same", "load_same_2")]
+    assert [each.where for each in mine] == ["a", "b"]
+    assert [pickle.loads(pickle.dumps(each)) for each in mine] == mine
+    # read again in its own place
+    registry.load_file(files[0])
+    assert sys.modules["load_same"].Mine is not mine[0]
+    assert "load_same_3" not in sys.modules
 
 
 def test_registries_refuse_what_they_cannot_use(forgotten):

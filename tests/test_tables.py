@@ -14,7 +14,7 @@ from conftest import DATA
 from support.every import every
 
 import gradstats
-from gradstats.tables import FORMATS, Records, format_value, joined, render, visible
+from gradstats.tables import FORMATS, Records, format_bytes, format_value, joined, render, visible
 from gradstats.thresholds.bench import bench
 
 
@@ -28,6 +28,8 @@ def test_rendering_of_numbers_and_nothing():
         "f": None,
     }
     assert json.loads(render([row], "json"))[0]["b"] is None
+    lists = [{"a": [1, math.nan, [math.inf]], "b": {"c": (1.5, math.nan)}}]
+    assert json.loads(render(lists, "json")) == [{"a": [1, None, [None]], "b": {"c": [1.5, None]}}]
     assert (
         render([row], "markdown").splitlines()[-1] == "| 0.123 | – | yes | x=1.50 | 1.0e-07 | – |"
     )
@@ -70,6 +72,19 @@ def test_rendering_of_numbers_and_nothing():
 )
 def test_numbers_have_three_digits_and_two_below_a_tenth(value, text):
     assert format_value(value) == text
+
+
+def test_bytes_have_three_digits_of_the_largest_unit():
+    for count, text in (
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (999_999, "1 MB"),
+        (12_345_678, "12.3 MB"),
+        (999_950_000_000, "1 TB"),
+    ):
+        assert format_bytes(count) == text, count
 
 
 def test_a_ratio_is_shown_as_it_was_typed():
@@ -216,6 +231,22 @@ def test_a_table_of_latex_has_caption_label_and_the_letters_of_the_screen():
     assert r"$\xi$" in one.to_latex()
     assert "ξ" in one._repr_html_()
     assert "<th>scale</th>" in one._repr_html_()  # and not that of peaks over a threshold
+
+
+@pytest.mark.parametrize("name", ["mean", "noise_scale", "seconds", "p"])
+def test_numbers_with_an_interval_keep_it_in_latex(name):
+    low, high = ("low", "high") if name != "p" else ("p_low", "p_high")
+    rows = Records(
+        [
+            {"layer": "a", name: 1.02, low: 0.98, high: 1.06},
+            {"layer": "b", name: 1.0312, low: 1.0301, high: 1.0324},
+        ]
+    )
+    lines = [line.removesuffix(r" \\") for line in rows.to_latex().splitlines() if " & " in line][
+        1:
+    ]
+    assert [line.split(" & ")[1] for line in lines] == [row[name] for row in joined(rows)]
+    assert all(" to " in line for line in lines)
 
 
 def test_files_of_tables_name_things_as_the_screen():

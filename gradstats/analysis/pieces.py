@@ -280,8 +280,10 @@ def _largest(parts: list[tuple[NDArray[np.float64], NDArray[np.int64]]], count: 
     return in_order(magnitudes, positions, count)
 
 
-def sketches_of(source: Source, keys: Sequence[Key], client: Any = None) -> dict[Key, Sketch]:
-    """Return the sketch of every gradient as a whole.
+def sketches_of(
+    source: Source, keys: Sequence[Key], client: Any = None, layer: str = "all"
+) -> dict[Key, Sketch]:
+    """Return the sketch of every gradient as a whole, or of one of its layers.
 
     Parameters
     ----------
@@ -291,14 +293,19 @@ def sketches_of(source: Source, keys: Sequence[Key], client: Any = None) -> dict
         Rank, kind and step of each gradient.
     client : distributed.Client, optional
         Cluster that does the work.
+    layer : str, optional
+        Name of the layer; all of them by default.
 
     Returns
     -------
     dict of Key to Sketch
         Sketches, in the order of `keys`.
     """
-    found = evaluate(lambda submit, key: plan_sketches(submit, source, key), keys, client)
-    return {key: sketches["all"] for key, sketches in zip(keys, found, strict=True)}
+    parts = () if layer == "all" else (layer,)
+    found = evaluate(
+        lambda submit, key: plan_sketches(submit, source, key, parameters=parts), keys, client
+    )
+    return {key: sketches[layer] for key, sketches in zip(keys, found, strict=True)}
 
 
 def each_sketched(

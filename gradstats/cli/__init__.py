@@ -236,6 +236,10 @@ def _global_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     first, others, files = [], [], []
     each = iter(arguments)
     for argument in each:
+        # what follows are no options, whatever they look like
+        if argument == "--":
+            others += [argument, *each]
+            break
         name, _, file = argument.partition("=")
         # the value of another option is taken for one of these as well, unless = joins it to its name
         if argument in ("--quiet", "-q", "--no-color"):

@@ -18,6 +18,7 @@ from gradstats.files import replace_file
 if TYPE_CHECKING:
     from gradstats.tables import Format
     from gradstats.trace import Kind
+    from gradstats.trace.sources import Source
 
 __all__ = [
     *("MOST_ROWS", "Records", "Table", "analyse", "emit", "given", "note", "note_statuses"),
@@ -347,9 +348,10 @@ def analyse(
     sources = matching(open_sources(source), steps=steps, ranks=ranks, kinds=known, layers=layers)
     # the gradients to look at, whose number the progress bar needs
     held = {s: Subset(steps, ranks, known).keys(s) for s in sources}
+    ends: dict[Source, list[int]] = {}
     if last and not steps:
-        steps = sorted({max(step for _, _, step in keys) for keys in held.values()})
-        held = {s: Subset(steps, ranks, known).keys(s) for s in sources}
+        ends = {s: [max(step for _, _, step in keys)] for s, keys in held.items()}
+        held = {s: Subset(ends[s], ranks, known).keys(s) for s in sources}
     keys = [(s, key) for s, each in held.items() for key in each]
     for source_of in sources:
         if source_of.remark:
@@ -368,4 +370,8 @@ def analyse(
             given["client"] = stack.enter_context(connect(scheduler))
         bar = stack.enter_context(progress_bar())
         task = bar.add_task(title, total=len(keys))
-        return work(sources, on_progress=lambda: bar.advance(task), **given)
+        given["on_progress"] = lambda: bar.advance(task)
+        # one may hold the last step of another in between
+        if ends:
+            return [r for s in sources for r in work([s], **given | {"steps": ends[s]})]
+        return work(sources, **given)

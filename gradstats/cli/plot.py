@@ -78,23 +78,42 @@ def _only(sources: list[Source]) -> Source:
     return sources[0]
 
 
-def _one(sources: list[Source], over: dict[str, Any]) -> Any:
+def _layer(source: Source, asked: Asked) -> str:
+    """Return the layer to draw, ``all`` without a choice."""
+    from gradstats.trace.sources import chosen
+
+    names = chosen([la.name for la in source.layers], asked.layers, False, source.name)
+    if len(names) > 1:
+        raise InputError(f"one layer a figure, and these match: {', '.join(names)}")
+    return names[0] if names else "all"
+
+
+def _said(layer: str) -> str:
+    """Return a layer as it is said behind what is drawn."""
+    return "" if layer == "all" else f", {layer}"
+
+
+def _one(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Any:
     """Return one gradient: of the first rank and kind asked for, at the last step."""
     from gradstats.trace.sources import Subset
 
     source = _only(sources)
+    layer = _layer(source, asked)
     keys = Subset(**over).keys(source)
     rank, kind, _ = keys[0]
     # steps of other ranks and kinds may be later ones
     step = max(step for *of, step in keys if of == [rank, kind])
     captured = source.read(rank, kind, step)
-    return captured, f"{source.name}, {kind}, step {step}, rank {rank}"
+    for part in source.layers:
+        if part.name == layer:
+            captured = replace(captured, values=captured.values[part.slice])
+    return captured, f"{source.name}, {kind}, step {step}, rank {rank}{_said(layer)}"
 
 
 def _fitted(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
     from gradstats.statistics.several import possible
 
-    captured, what = _one(sources, over)
+    captured, what = _one(sources, asked, over)
     every = "all" in asked.models
     fits, failed = possible(captured.values, "all" if every else [*asked.models] or None)
     for model, why in failed.items():
@@ -103,7 +122,7 @@ def _fitted(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawin
 
 
 def _tail(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
-    captured, what = _one(sources, over)
+    captured, what = _one(sources, asked, over)
     return (captured.values,), {"label": captured.kind}, what
 
 
@@ -116,22 +135,22 @@ def _several(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawi
     # three steps, if none are named
     vectors, most = {}, len(over["steps"] or (0, 0, 0))
     for source in sources:
-        keys = Subset(**over).keys(source)
+        keys, layer = Subset(**over).keys(source), _layer(source, asked)
         rank = keys[0][0]
         for kind in dict.fromkeys(kind for _, kind, _ in keys):
             steps = evenly([s for r, k, s in keys if (r, k) == (rank, kind)], most)
             shown = [(rank, kind, step) for step in steps]
-            for (*_, step), sketch in sketches_of(source, shown, asked.client).items():
+            for (*_, step), sketch in sketches_of(source, shown, asked.client, layer).items():
                 label = f"{source.name}, " * (len(sources) > 1) + f"{kind}, step {step}"
                 vectors[label] = sketch
-    return (vectors,), {}, ", ".join(s.name for s in sources)
+    return (vectors,), {}, ", ".join(f"{s.name}{_said(_layer(s, asked))}" for s in sources)
 
 
 def _decay(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
     from gradstats.statistics.compressibility import default_window
 
     (vectors,), options, what = _several(sources, asked, over)
-    numel = max(source.numel for source in sources)
+    numel = max(sketch.numel for sketch in vectors.values())
     return (vectors,), options | {"window": default_window(numel) if numel > 1 else None}, what
 
 
@@ -141,12 +160,13 @@ def _overview(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Draw
     from gradstats.trace.sources import Subset
 
     source = _only(sources)
-    keys = Subset(**over).keys(source)
+    keys, layer = Subset(**over).keys(source), _layer(source, asked)
     rank, kind, _ = keys[0]
     shown = [key for key in keys if key[:2] == (rank, kind)]
-    steps = {step: s for (*_, step), s in sketches_of(source, shown, asked.client).items()}
+    sketches = sketches_of(source, shown, asked.client, layer)
+    steps = {step: s for (*_, step), s in sketches.items()}
     options = {"ratios": [*asked.ratios]} if asked.ratios else {}
-    return (steps,), options, f"{source.name}, {kind}, rank {rank}"
+    return (steps,), options, f"{source.name}, {kind}, rank {rank}{_said(layer)}"
 
 
 def _training(
@@ -168,8 +188,7 @@ def _training(
         client=asked.client,
     ).isel(kind=0)
     if not per_layer:
-        # "all" is the first layer; of those that match, the last is drawn
-        data = data.isel(layer=-1 if asked.layers else 0)
+        data = data.sel(layer=_layer(source, asked))
     else:
         data = data.isel({d: 0 for d in ("model", "ratio") if d in data.dims})
     layer = "" if per_layer else f", {data['layer'].item()}"
@@ -184,7 +203,7 @@ def _quality(sources: list[Source], asked: Asked, over: dict[str, Any], *, steps
     from gradstats.trace.sources import Subset
 
     source = _only(sources)
-    kind = Subset(**over).keys(source)[0][1]
+    layer, kind = _layer(source, asked), Subset(**over).keys(source)[0][1]
     rules = [*asked.estimators] or [name for name in ESTIMATORS if name not in COUNTING]
     ratios, what = [*asked.ratios] or [*RATIOS], f"{source.name}, {kind}"
     if steps:
@@ -192,9 +211,14 @@ def _quality(sources: list[Source], asked: Asked, over: dict[str, Any], *, steps
         ratios = ratios[-1:]
         what += f", ratio {ratios[0]:g}"
     found = (quality_series if steps else quality)(
-        source, ratios, rules, client=asked.client, **over | {"kinds": [kind]}
+        source,
+        ratios,
+        rules,
+        layers=[*asked.layers] or None,
+        client=asked.client,
+        **over | {"kinds": [kind]},
     )
-    return (found,), {}, what
+    return ([r for r in found if r["layer"] == layer],), {}, what + _said(layer)
 
 
 def _records(
@@ -217,6 +241,14 @@ def _records(
         records = _from_traces(path, per_layer)
     else:
         raise InputError(f"this figure is drawn from records: gradstats {of} -o records.json")
+    if asked.layers:
+        from gradstats.trace.sources import chosen as matching
+
+        names = list(dict.fromkeys(r["layer"] for r in records if "layer" in r))
+        if not names:
+            raise InputError("this figure is of no layer by itself: leave out --layer")
+        wanted = matching(names, asked.layers, False, path.name)
+        records = [r for r in records if r.get("layer") in wanted]
     for field in fields:
         if not any(field in r for r in records):
             raise InputError(f"no {field} in {path}: this figure takes what gradstats {of} writes")
@@ -263,10 +295,13 @@ def _from_traces(path: Path, per_layer: bool) -> Records:
             "nproc": trace.world_size,
             "seed": trace.attrs.get("seed", 0),
         }
+        by_rank: dict[int, Records] = {}
+        for row in compression(trace, per_layer=per_layer):
+            by_rank.setdefault(row["rank"], []).append(row)
         for rank in trace.ranks:
             columns = trace.scalars(rank)
             losses = dict(zip(columns["step"].tolist(), columns["loss"].tolist(), strict=True))
-            rows = [r for r in compression(trace, per_layer=per_layer) if r["rank"] == rank]
+            rows = by_rank.get(rank, [])
             # bytes add up within a rank, over its captured steps
             sent = accumulate(r.get("bytes", 0) / 1e6 for r in rows)
             records += [
@@ -442,7 +477,7 @@ def plot(  # numpydoc ignore=PR01
         def work(sources: list[Source], *, client: Any = None, **_: Any) -> Any:
             return chosen.read(sources, replace(asked, client=client), over)
 
-        found: Any = analyse("reading", source, work, scheduler=scheduler, **over)
+        found: Any = analyse("reading", source, work, scheduler=scheduler, layers=layer, **over)
         drawing = found
     arguments, options, what = drawing
     size = width * _MM, (height or chosen.tall * width) * _MM

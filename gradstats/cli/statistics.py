@@ -506,7 +506,11 @@ def drift(  # numpydoc ignore=PR01
     whole = [r for r in records if r["layer"] == "all"]
     # the first record of each trace and kind, in the order of the table
     firsts = {(r["trace"], r["kind"]): r for r in reversed(whole)}
-    answers = [f"{k}: {drift.movement(r)}" for (_, k), r in reversed(firsts.items())]
+    several = len({trace for trace, _ in firsts}) > 1
+    answers = [
+        f"{trace}, " * several + f"{k}: {drift.movement(r)}"
+        for (trace, k), r in reversed(firsts.items())
+    ]
     DRIFT.emit(records, format, output, answers)
     fewest = min((r["n"] for r in records), default=0)
     if format == "table" and fewest < drift.FEWEST_STEPS:

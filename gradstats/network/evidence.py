@@ -146,9 +146,11 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
         run: Any = (name, source.trace.attrs.get("ratio"))
         # preferred to a replay, which only sees the captured steps
         recorded = [r["quality"] for r in compression(source.trace)] if run in found else []
-        if recorded:
-            found[run] = float(np.mean(recorded))
-    return found
+        # a step that the run refused has no target, and NaN
+        if known := [q for q in recorded if math.isfinite(q)]:
+            found[run] = float(np.mean(known))
+    # of gradients with NaN a replay knows nothing
+    return {choice: q for choice, q in found.items() if math.isfinite(q)}
 
 
 def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[int], float]]:

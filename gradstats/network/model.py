@@ -426,8 +426,10 @@ class Network:
     @property
     def crowded(self) -> bool:
         """Whether a host has no core left for the thread that exchanges while the others compute; False if unknown."""
-        needed = self.about.get("ranks_per_host", 0) * (self.about.get("threads", 1) + 1)
-        return self.about.get("device") == "cpu" and needed > self.about.get("cores", math.inf)
+        needed = (self.about.get("ranks_per_host") or 0) * ((self.about.get("threads") or 1) + 1)
+        # Python does not know the cores of every machine
+        cores = self.about.get("cores") or math.inf
+        return self.about.get("device") == "cpu" and needed > cores
 
     @property
     def rate(self) -> float:
@@ -537,6 +539,11 @@ class Network:
             lines = tuple(Line(**_tuples(line)) for line in content["lines"])
             # of an assumed link: standard deviations of ln α and ln β
             doubt = content["about"].get("doubt", [0.0, 0.0])
+            # with these, too, predictions compute; None where unknown
+            names = ("ranks_per_host", "threads", "cores", "rate", "up", "down")
+            numbers = [n for n in map(content["about"].get, names) if n is not None]
+            if not all(type(n) in (int, float) and 0 < n < math.inf for n in numbers):
+                raise ValueError("its description has what is no number")
             if (
                 not all(map(_sound, lines))
                 or len(doubt) != 2

@@ -115,8 +115,10 @@ class Dumps(Source):
 
     def _open(self, key: tuple[int, int]) -> ArraySource:
         """Read a dump, unless it was the last, and check that its layers are those of the first."""
-        if self._last[0] == key and self._last[1] is not None:
-            return self._last[1]
+        # once: another thread may read another dump meanwhile
+        last, source = self._last
+        if last == key and source is not None:
+            return source
         dump = self._dumps[key]
         self._last = None, None  # one at a time
         held = dump.read()
@@ -217,8 +219,6 @@ def _numbers(names: Sequence[str], pattern: str | None) -> list[tuple[int, int]]
     """Return rank and step by the names, which must leave no doubt."""
     if pattern is not None:
         return [_by_pattern(name, pattern) for name in names]
-    if len(names) == 1:
-        return [(0, 0)]
     keys = []
     for name in names:
         rank = _RANK.search(name)
@@ -226,6 +226,8 @@ def _numbers(names: Sequence[str], pattern: str | None) -> list[tuple[int, int]]
         left = _RANK.sub("", name)
         # without the ending, which may have a digit; names of folders have none
         found = _NUMBER.findall(left.rpartition(".")[0] or left)
+        if len(found) != 1 and len(names) == 1:
+            return [(0, 0)]
         if len(found) != 1:
             raise InputError(
                 f"{name} has {'several numbers' if found else 'no number'}: say which is the step, as gradstats import "

@@ -322,7 +322,7 @@ def _load_safetensors(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
     # as tensors of torch, since NumPy has no bfloat16
     with safe_open(path, "pt") as archive:
         about = archive.metadata() or {}
-        held = list(archive.keys())
+        held = dict.fromkeys(archive.keys())
         order = [n for n in _order(about) if n in held]  # the file itself sorts them
         names = dict.fromkeys([*order, *held])
         return {name: archive.get_tensor(name) for name in names}, about

@@ -102,21 +102,22 @@ class Trace(Shown):
         return f"<Trace {self.path} ranks={self.ranks} steps={steps} numel={self.numel}>"
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Return a record of each rank and kind."""
-        return [
-            {
-                "rank": rank,
-                "kind": kind,
-                "steps": len(self.steps(rank)),
-                "first": min(self.steps(rank), default=None),
-                "last": max(self.steps(rank), default=None),
-                "numel": self.numel,
-                "layers": len(self.layers),
-                "stored": "gradients" if self.has_gradients(rank, kind) else "sketches",
-            }
-            for rank in self.ranks
-            for kind in self.kinds(rank)
-        ]
+        """Return a record of each rank and kind; one that says why of a rank that cannot be read."""
+        size = {"numel": self.numel, "layers": len(self.layers)}
+        rows: list[dict[str, Any]] = []
+        for rank in self.ranks:
+            try:
+                kinds, steps = self.kinds(rank), self.steps(rank)
+            except TraceError as error:
+                none = {"rank": rank, "kind": None, "steps": None, "first": None, "last": None}
+                rows.append({**none, **size, "stored": str(error)})
+                continue
+            ends = {"first": min(steps, default=None), "last": max(steps, default=None)}
+            for kind in kinds:
+                stored = "gradients" if self.has_gradients(rank, kind) else "sketches"
+                labels = {"rank": rank, "kind": kind, "steps": len(steps)}
+                rows.append({**labels, **ends, **size, "stored": stored})
+        return rows
 
     def plot(
         self, rank: int = 0, kind: Kind = "gradient", ax: Axes | None = None, **options: Any

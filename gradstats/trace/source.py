@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,8 @@ class ArraySource(Source):
             self.layers.append(Layer(layer, offset, tuple(array.shape)))
             offset += numel_of(array)
         self._arrays = list(checked.values())
+        self._flat: Array | None = None
+        self._lock = threading.Lock()
         self._numel = offset
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -259,12 +262,16 @@ class ArraySource(Source):
             return ArraySource, (layers, self.name, None, self._key)
         return _reread, (str(self._path.resolve()), self._token)
 
-    @cached_property
+    @property
     def _values(self) -> Array:
         """The flat gradient: made when it is first read, for what lists a file needs no elements."""
-        # the layers are freed when they are in the flat vector: nothing is held twice
-        arrays, self._arrays = self._arrays, []
-        return _flatten(arrays, self._numel)
+        # threads of a cluster's worker share a source
+        with self._lock:
+            if self._flat is None:
+                self._flat = _flatten(self._arrays, self._numel)
+                # freed when they are in the flat vector: nothing is held twice
+                self._arrays = []
+            return self._flat
 
     def entries(self) -> list[tuple[int, Kind, int]]:
         """Return the only key."""

@@ -408,4 +408,8 @@ def matching(
             raise InputError(
                 f"nothing in {names} matches {what} {some(absent)}; there are {all_of_it}"
             )
+    # each pattern by itself: chosen() raises only where none matches
+    parameters = [layer.name for source in found for layer in source.layers]
+    for pattern in subset.layers or ():
+        chosen(parameters, [pattern], False, ", ".join(source.name for source in found))
     return found

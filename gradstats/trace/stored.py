@@ -515,8 +515,9 @@ class RankGroup:
         wanted = np.array(list(self.rows.values()) if rows is None else rows, np.int64)
         values = np.empty((wanted.size, *array.shape[1:]), array.dtype)
         size = array.chunk[0]
-        for i in np.unique(wanted // size).tolist():
-            places = np.flatnonzero(wanted // size == i)
+        order = np.argsort(wanted // size, kind="stable")
+        chunks, firsts = np.unique(wanted[order] // size, return_index=True)
+        for i, places in zip(chunks.tolist(), np.split(order, firsts[1:]), strict=False):
             try:
                 there = array.holds(i, *[0] * (len(array.chunk) - 1))
                 # arrays without layers have no chunk files

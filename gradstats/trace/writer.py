@@ -221,9 +221,10 @@ class TraceWriter:
             if not (self._group / "step" / "c" / str(chunk)).exists():
                 raise TraceError(f"{self._group} lacks steps in between, and cannot be continued")
         numbers = numbers[: self._rows]
-        # an uncommitted row gets the step before it, so that the list stays sorted for bisect
-        self._steps = array("q", np.maximum.accumulate(numbers).tolist())
-        self._void = bytearray((numbers < 0).tolist())
+        void = numbers < 0
+        # an uncommitted row gets the number after the step before it, so that the list stays sorted for bisect
+        self._steps = array("q", (np.maximum.accumulate(numbers) + void).tolist())
+        self._void = bytearray(void.tolist())
         self._sweep()
 
     def size(self, kind: Kind) -> int:
@@ -293,10 +294,12 @@ class TraceWriter:
         row = self._rows
         try:
             if row == self._capacity:
-                self._resize(2 * row)
+                # a group that was closed without steps has no rows to double
+                self._resize(2 * row or GROW)
             # A row is written once: what a failed write leaves in it must not show through in another step.
             self._rows += 1
-            self._steps.append(step)
+            # Until it is committed; no later step is smaller, so that the list stays sorted for bisect.
+            self._steps.append(self._last + 1)
             self._void.append(True)
             # First of a chunk's files: where others are and it is not, it was lost.
             self._columns["step"].turn_to(row)
@@ -318,7 +321,7 @@ class TraceWriter:
             self._put("step", row, step)
         except OSError as error:
             raise TraceError(f"cannot write step {step} to {self.path}: {error}") from error
-        self._last, self._void[row] = step, False
+        self._last, self._steps[row], self._void[row] = step, step, False
 
     def remove(self, step: int) -> None:
         """Remove a committed step. Its gradients or counts are deleted, and its numbers when those beside them are.
@@ -341,7 +344,7 @@ class TraceWriter:
         of up to 1024 stay. A process killed here leaves the step whole, or no step and files that nobody reads, which
         the next writer deletes. A reader opened before finds the step damaged: it has to open the trace again.
         """
-        # of a step that failed and was written again, the last row is the committed one
+        # rows of failed writes may have the same number, and come before the committed one
         row = bisect_right(self._steps, step) - 1
         if row < 0 or self._steps[row] != step or self._void[row]:
             raise InputError(f"{self._group} has no step {step} to remove")
@@ -371,9 +374,9 @@ class TraceWriter:
                     shutil.rmtree(self._group / name / "c" / str(row // spec.rows), True)
 
     def _sweep(self) -> None:
-        """Delete what a writer that was killed while it removed steps has left of them."""
+        """Delete what a killed writer has left of steps that it removed, and of the one that it had begun."""
         for name, spec in self._specs.items():
-            if spec.column or not any(self._void):
+            if spec.column:
                 continue
             dotted = spec.separator == "."
             # dotted chunks lie beside the array's own zarr.json
@@ -381,7 +384,8 @@ class TraceWriter:
             names = os.listdir(folder) if folder.exists() else []
             rows = {n.split(".")[1] if dotted and n.startswith("c.") else n for n in names}
             for row in (int(n) for n in rows if n.isdecimal()):
-                if row < self._rows and self._void[row]:
+                # a range of bins that the next step of this row has no counts in would keep those of the last
+                if row >= self._rows or self._void[row]:
                     self._drop(row)
 
     def _put_gradient(self, kind: Kind, row: int, values: Any) -> tuple[int, int]:
@@ -391,8 +395,10 @@ class TraceWriter:
         folder, (size,) = f"{self._group}/{kind}/c/{row}", spec.chunk
         for i, start in enumerate(range(0, values.size, size)):
             _write_chunk(f"{folder}/{i}", _padded(stored[start : start + size], spec), spec)
+        # of what is stored: bfloat16 rounds the smallest numbers to 0, which has a sign, the first bit
+        zeros = stored << 1 == 0 if self._bfloat16 else values == 0
         # by NumPy: gradients alone need no compiled code, which takes a second to import
-        return int(np.count_nonzero(values == 0)), count_nonfinite(values)
+        return int(np.count_nonzero(zeros)), count_nonfinite(values)
 
     def _put_sketch(self, kind: Kind, row: int, values: Any) -> tuple[int, int]:
         """Write a gradient's sketches; return its zeros and its non-finite elements."""

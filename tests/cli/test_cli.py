@@ -20,6 +20,7 @@ from rich.cells import cell_len
 from support.every import every
 from support.installed import files_of
 from support.terminal import records, run
+from support.traces import drifting_trace
 
 from gradstats.cli import app
 from gradstats.report.verdicts import QUESTIONS
@@ -483,6 +484,17 @@ def test_quiet_keeps_results_and_errors():
     assert quiet.stderr == ""
     assert quiet.stdout == loud.stdout
     assert "no model 'x'" in run("-q", "fit", EF, "--model", "x").stderr
+    # behind -- it is a name
+    assert "no such trace: -q" in run("info", "--", "-q").stderr
+
+
+def test_what_drift_says_names_the_trace_where_there_are_several(tmp_path):
+    for name in ("a", "b"):
+        drifting_trace(tmp_path / f"{name}.zarr", range(3), lambda step: 1 + step)
+    several = run("drift", tmp_path, "--quantity", "mean").stdout
+    assert "a, gradient: " in several
+    assert "b, gradient: " in several
+    assert "a, gradient: " not in run("drift", tmp_path / "a.zarr", "--quantity", "mean").stdout
 
 
 COMPLETIONS = [

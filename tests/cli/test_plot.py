@@ -90,6 +90,43 @@ def test_the_gradient_is_the_one_asked_for(drawn):
         assert np.allclose(line.get_xydata(), other.get_xydata(), equal_nan=True)
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_layer_is_drawn_or_refused(name, trace, drawn, monkeypatch):
+    said = {}
+
+    def spy(*given, ax, **rest):
+        said["given"] = given
+        ax.plot([0, 1])
+
+    monkeypatch.setattr(plots, name, spy)
+    source = RESULTS / f"{FILES[name]}.json" if name in FILES else trace
+    layer = {"lags_delta": "*weight", "timeline": "*"}.get(name, "a.bias")
+    done = run("plot", name.replace("_", "-"), source, "-o", "x.svg", "--layer", layer)
+    if FIGURES[name].records and name not in ("lags_delta", "timeline"):
+        assert done.returncode == 2
+        assert "this figure is of no layer by itself: leave out --layer" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    if FIGURES[name].records:
+        assert said["given"][0]
+        return
+    assert name.endswith("_map") or "a.bias" in done.stderr
+    values = gradstats.open_trace(trace).read(2, layer="a.bias")
+    first = said["given"][0]
+    if name in ("tail", "density", "qq", "mean_excess", "parameter_stability"):
+        assert np.array_equal(first, values)
+    elif isinstance(first, dict):  # sketches by step
+        assert {sketch.numel for sketch in first.values()} == {values.size}
+    elif name.startswith("quality"):
+        assert {r["layer"] for r in first} == {"a.bias"}
+    two = run("plot", name.replace("_", "-"), source, "-o", "x.svg", "--layer", "a.*")
+    assert two.returncode == (0 if name.endswith("_map") else 2)
+    assert name.endswith("_map") or "one layer a figure" in two.stderr
+    assert (
+        run("plot", name.replace("_", "-"), source, "-o", "x.svg", "--layer", "z").returncode == 2
+    )
+
+
 def test_records_of_traces_are_summed_and_named(trace, drawn):
     assert run("plot", "training-curves", trace, "-o", "x.png", "--by", "megabytes").returncode == 0
     rows = gradstats.compression(trace)

@@ -10,8 +10,10 @@ import pytest
 import zarr
 from conftest import DATA
 from support.terminal import records, run
+from support.traces import LAYERS, write
 
 from gradstats.cli import main
+from gradstats.cli.output import analyse
 from gradstats.trace import Layer, Shard, TraceWriter, create_trace
 
 EF = DATA / "resnet20-ef.zarr"
@@ -31,6 +33,19 @@ def test_a_summary_fits_a_screen(command, rows):
     )
     assert rows <= len(body) < len(everything)
     assert len(records(*command)) > rows
+
+
+def test_a_summary_has_the_last_step_of_each_trace(tmp_path):
+    for name, steps in (("long", [0, 100, 200]), ("short", [0, 100])):
+        path = tmp_path / f"{name}.zarr"
+        create_trace(path, LAYERS)
+        write(path, steps, kinds=["gradient"])
+
+    def work(sources, *, steps, on_progress, **_):
+        return [{"trace": s.name, "step": key[2]} for s in sources for key in s.select(steps=steps)]
+
+    found = analyse("reading", tmp_path, work, last=True)
+    assert [(r["trace"], r["step"]) for r in found] == [("long", 200), ("short", 100)]
 
 
 def test_a_stage_is_blamed_in_so_many_of_the_gradients():

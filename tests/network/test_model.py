@@ -175,6 +175,10 @@ def test_a_network_comes_back_from_its_file(tmp_path):
         (content | {"format": "other"}, "not a measured network"),
         ([], "not a measured network"),
         (content | {"lines": [{"operation": "x"}]}, "not a measured network"),
+        (content | {"about": {"rate": "fast"}}, "not a measured network"),
+        (content | {"about": {"up": 0}}, "not a measured network"),
+        (content | {"about": {"ranks_per_host": "2", "cores": None}}, "not a measured network"),
+        (content | {"about": {"threads": float("nan")}}, "not a measured network"),
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(InputError, match=message):
@@ -182,6 +186,11 @@ def test_a_network_comes_back_from_its_file(tmp_path):
     path.write_text("{")
     with pytest.raises(InputError, match="not a measured network"):
         Network.load(path)
+    # of a machine whose cores Python does not know
+    about = {"device": "cpu", "cores": None, "ranks_per_host": 64, "threads": 4, "rate": None}
+    path.write_text(json.dumps(content | {"about": about}))
+    assert not Network.load(path).crowded
+    assert Network.load(path).rate > 0
     with pytest.raises(InputError, match="cannot read"):
         Network.load(tmp_path / "none.json")
     with pytest.raises(InputError, match="cannot write"):

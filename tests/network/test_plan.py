@@ -434,7 +434,14 @@ def test_what_a_run_recorded_goes_before_a_replay(tmp_path):
     said = {"target": 10, "numel": 1000, "bytes_sent": 120, "union": 12}
     values = np.random.default_rng(0).laplace(size=1000).astype(np.float32)
     writer.append(0, {"gradient": values}, selected=17, compression=said)
+    # refused, as with nonfinite="skip": it says nothing about the rule
+    values[3] = np.nan
+    refused = {"target": 0, "numel": 1000, "bytes_sent": 0, "union": 0}
+    writer.append(1, {"gradient": values}, selected=0, compression=refused)
     writer.close()
+    found = by_name(plan(path, link(), COMPUTE, [2], [0.01], ["dgc"], rates=[1e5]))
+    assert math.isfinite(found["dgc"]["quality"])
+    assert found["dgc"]["bytes"] < found["none"]["bytes"] / 4
     found = by_name(plan(path, link(), COMPUTE, [2], [0.01], ["sidco-e"], rates=[1e5]))
     assert found["sidco-e"]["quality"] == 1.7
     assert "It keeps 1.7 of the k asked for." in advice([found["sidco-e"], found["none"]])

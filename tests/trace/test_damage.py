@@ -134,6 +134,10 @@ def test_a_lost_rank_does_not_hide_the_other(path):
     assert trace.ranks == [0, 1]
     assert "rank00000 is damaged" in raised(lambda: trace.kinds(0))
     assert trace.steps(1) == STEPS[:3]
+    lost, *others = trace.summary().to_dict("records")
+    assert "rank00000 is damaged" in lost["stored"]
+    assert [r["steps"] for r in others] == [3] * len(KINDS)
+    assert "rank00000 is damaged" in trace._repr_html_()
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -86,6 +86,8 @@ def test_numbers_of_names_are_asked_for_where_they_are_in_doubt(tmp_path):
         torch.save(step(0), tmp_path / name)
     with pytest.raises(InputError, match="no number"):
         dumps_of([tmp_path / "a.pt", tmp_path / "b.pt"])
+    assert dumps_of([tmp_path / "a.pt"])[0].key == (0, 0)
+    assert dumps_of([tmp_path / "v2_step1_r0.pt"])[0].key == (0, 0)
     for name in ("step1-rank0.pt", "step1-rank3.pt"):
         torch.save(step(0), tmp_path / name)
     named = dumps_of([tmp_path / "step1-rank0.pt", tmp_path / "step1-rank3.pt"])
@@ -192,6 +194,15 @@ def test_an_import_is_resumed_where_it_was_killed(tmp_path):
     torch.save(step(30), folder / "g30.pt")
     assert import_dumps(Dumps(dumps_of([folder]), "x"), tmp_path / "out.zarr") == 1
     assert np.array_equal(open_trace(tmp_path / "out.zarr").read(30), flat(step(30)))
+    # begun with a single dump
+    assert import_dumps(Dumps(dumps_of([folder / "g7.pt"]), "x"), tmp_path / "one.zarr") == 1
+    assert (
+        import_dumps(
+            Dumps(dumps_of([folder / "g7.pt", folder / "g9.pt"]), "x"), tmp_path / "one.zarr"
+        )
+        == 1
+    )
+    assert open_trace(tmp_path / "one.zarr").steps() == [7, 9]
     with pytest.raises(InputError, match="not an import of kind corrected"):
         import_dumps(Dumps(dumps_of([folder]), "x", "corrected"), tmp_path / "out.zarr")
 

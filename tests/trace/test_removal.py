@@ -134,3 +134,33 @@ def test_a_chunk_of_numbers_that_is_damaged_is_not_written_anew(tmp_path):
     with pytest.raises(TraceError, match=r"cannot remove step 3 .*checksum"):
         writer.remove(3)
     assert chunk.read_bytes() == bytes(data)
+
+
+def test_rows_of_failed_steps_do_not_hide_the_step_to_remove(tmp_path, monkeypatch):
+    path = tmp_path / "run.zarr"
+    create_trace(path, LAYERS)
+    writer = TraceWriter(path, 0, expected_steps=64)
+    writer.append(5, {"gradient": gradient(5)})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_put_gradient", full)
+        for step in (10, 7):
+            with pytest.raises(TraceError, match="No space"):
+                writer.append(step, {"gradient": gradient(step)})
+    for step in (7, 8, 20):
+        writer.append(step, {"gradient": gradient(step)})
+    for step in (6, 10):
+        with pytest.raises(InputError, match=f"no step {step} to remove"):
+            writer.remove(step)
+    writer.remove(7)
+    # taken up again, with rows between those of 5 and 8 that are not committed
+    writer = TraceWriter(path, 0, expected_steps=64, resume=True)
+    for step in (5, 8):
+        writer.remove(step)
+    writer.close()
+    trace = open_trace(path)
+    assert trace.steps() == [20]
+    assert np.array_equal(trace.read(20), gradient(20))

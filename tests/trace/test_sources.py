@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pickle
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from gradstats import open_trace, quality, save_safetensors
 from gradstats.analysis.fits import fit_records
 from gradstats.errors import GradstatsError, InputError, TraceError
 from gradstats.trace import Layer, TraceWriter, create_trace, dumps, files
+from gradstats.trace import source as source_module
 from gradstats.trace.sources import matching, open_source, open_sources
 
 LAYERS = {"a": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.ones(5, np.float32)}
@@ -167,6 +170,32 @@ def test_nothing_asked_for_is_left_out_silently(tmp_path, trace_path):
         matching(both, steps=[10], ranks=[0, 1])
     with pytest.raises(InputError, match="matches kinds corrected; there are"):
         matching([late], kinds=["gradient", "corrected"])
+
+    with pytest.raises(InputError, match=r"no layer of .*late matches v\*; it has .*w"):
+        matching([*both, late], layers=["w", "v*"])
+    assert matching([*both, late], layers=["w"]) == [late]
+    assert matching([*both, late], layers=["w", "conv1.weight"]) == [*both, late]
+
+
+def test_a_gradient_in_memory_is_whole_whoever_reads_it_first(monkeypatch):
+    flatten, calls = source_module._flatten, []
+
+    def slow(arrays, numel):
+        calls.append(len(arrays))
+        if len(calls) == 1:
+            raise MemoryError
+        time.sleep(0.05)
+        return flatten(arrays, numel)
+
+    monkeypatch.setattr(source_module, "_flatten", slow)
+    source = open_source(LAYERS)
+    with pytest.raises(MemoryError):
+        source.elements(0, "gradient", 0, 0, 17)
+    expected = np.concatenate([v.ravel() for v in LAYERS.values()])
+    with ThreadPoolExecutor(4) as pool:
+        for part in pool.map(lambda _: source.elements(0, "gradient", 0, 0, 17), range(8)):
+            assert np.array_equal(part, expected)
+    assert calls == [2, 2]
 
 
 def make_trace(path, steps):

@@ -389,3 +389,17 @@ def test_what_is_no_path_is_said_in_one_short_line(path):
 def test_what_is_no_list_selects_nothing(field, value):
     with pytest.raises(InputError, match=f"{field} must be a list or a tuple, not "):
         Subset(**{field: value})
+
+
+def test_a_column_of_many_chunks_takes_the_time_of_its_rows(path, monkeypatch):
+    """Two rows a chunk, as the layers of a wide model have: a pass over all rows for each would take minutes."""
+    write(path, range(3))
+    group = open_trace(path)._rank(0)
+    array = group.array("loss")
+    array.chunk = (2,)
+    monkeypatch.setattr(array, "holds", lambda *_: True)
+    monkeypatch.setattr(array, "chunk_rows", lambda chunk: np.array([2.0 * chunk, 2 * chunk + 1]))
+    rows = range(1, 120_001, 3)
+    start = time.perf_counter()
+    assert np.array_equal(group.column("loss", rows), rows)
+    assert time.perf_counter() - start < 2
