@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,7 @@ def connect(address: str | None) -> AbstractContextManager[Any]:
         raise InputError(f"no dask scheduler at {address}: {error}") from None
     for file in loaded_files():
         client.upload_file(file)  # and every worker imports it
-    return client
+    return cast("AbstractContextManager[Any]", client)
 
 
 def _call(function: Callable[..., T], *arguments: Any) -> T:
