@@ -66,7 +66,7 @@ def test_modified_scale_mean_excess_choice_and_mixture_take_levels():
     assert row.p_exponential > 0.001
     for each in pot.mean_excess(x, [0.3, 0.1, 0.03]):
         assert each.mean == pytest.approx(1, abs=0.1)
-    choice = pot.choose_threshold(x, ratios=[0.2, 0.1], size=300, replicates=39)
+    choice = pot.choose_threshold(x, ratios=[0.2, 0.1], size=300, replicates=40)
     assert choice.threshold is not None
     assert abs(choice.estimate.c) < 0.1
     parts = {"a": x, "b": 10 * FORMATS["e5m2"](laplace(seed=1))}
