@@ -135,7 +135,7 @@ class Fit(Shown):
         return LAWS[self.model].maximizes(self.method)
 
     def interval(self, parameter: str, level: float = 0.95) -> tuple[float, float]:
-        """Return the normal interval of a parameter; NaN where there is no standard error.
+        """Return the normal interval of a parameter, from 0 on where it has to be positive; NaN without standard error.
 
         Parameters
         ----------
@@ -156,7 +156,8 @@ class Fit(Shown):
             raise unknown("parameter", parameter, self.params)
         half = float(ndtri(0.5 + level / 2)) * self.stderr.get(parameter, math.nan)
         low = self.params[parameter] - half
-        if parameter == "scale" and low < 0:  # of very few elements; no scale is below zero
+        # of very few elements: where the law does not exist there, the parameter has to be positive
+        if low < 0 and math.isnan(LAWS[self.model].end({**self.params, parameter: low})):
             low = 0.0
         return low, self.params[parameter] + half
 
