@@ -255,7 +255,7 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
           norm and lognorm. The gamma shape approximates maximum likelihood within 1.5 %, which moves k̂/k by 5 % at a
           ratio of 0.001; the generalized Pareto is fitted by moments.
         - ``"moments"``: match the mean and the mean square of the magnitudes. A generalized Pareto shape found so is
-          always below ½, and unreliable above ¼.
+          always below ½, and unreliable from ¼ on.
         - ``"mle"``: maximum likelihood. For the generalized Pareto this is the local maximum, which needs ξ > −1
           (standard errors need ξ > −½).
         - ``"pwm"``: probability-weighted moments (Hosking and Wallis 1987) of laplace and double_genpareto; reliable
