@@ -314,7 +314,7 @@ def ask_choice(law: Law, n: int, rng: Generator) -> dict[str, Answer]:
     m = sketch(law.draw(rng, n)).magnitudes
     seed = int(rng.integers(1 << 31))
     # the half that one split leaves is what the interval is about; more splits take their median
-    choice = pot.choose_threshold(m, size=500, replicates=39, seed=seed, splits=1)
+    choice = pot.choose_threshold(m, size=500, replicates=40, seed=seed, splits=1)
     if choice.estimate is None:
         return {"ξ": (math.nan, math.nan, math.nan)}
     truth = _peaks_truth(law, choice.estimate.ratio)[0]

@@ -429,8 +429,8 @@ def _trend(
 ) -> dict[str, float]:
     fields = ("slope", "slope_low", "slope_high", "slope_p", "slope_p_holm", "acf1", "adf_p")
     result = dict.fromkeys((*fields, "kpss_p", "change_low", "change_high", *_TOTAL), math.nan)
-    # a constant series has no variance, by which the tests divide
-    if y.size < FEWEST_STEPS or np.ptp(y) == 0:
+    # a constant series has no variance but rounding, by which the tests divide; that of logarithms is absolute
+    if y.size < FEWEST_STEPS or np.ptp(y) <= 1e-12 * (1.0 if relative else np.abs(y).max()):
         return result
     from statsmodels.tsa.stattools import acf, adfuller, kpss
 

@@ -237,16 +237,27 @@ def strided(x: Array, stride: int) -> Array:
     stride : int
         Distance of the elements taken, at least 1.
     """
-    if is_tensor(x):
-        if x.is_contiguous():
-            return x.reshape(-1)[::stride]
-        torch = sys.modules["torch"]
-        # reshape(-1) would copy the whole tensor for a sample of it
-        places = np.unravel_index(np.arange(0, x.numel(), stride), tuple(x.shape))
-        return x[tuple(torch.from_numpy(p).to(x.device) for p in places)]
-    if x.flags.c_contiguous:
+    if x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous:
         return x.reshape(-1)[::stride]
-    return np.asarray(x[np.unravel_index(np.arange(0, x.size, stride), x.shape)])
+    return taken(x, np.arange(0, numel_of(x), stride))
+
+
+def taken(x: Array, positions: NDArray[np.int64]) -> Array:
+    """Return the elements at some positions of the flattened array, without flattening a strided one.
+
+    Parameters
+    ----------
+    x : array_like
+        Array of any shape.
+    positions : ndarray of int64
+        Positions in index order.
+    """
+    contiguous = x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous
+    if contiguous:
+        return x.reshape(-1)[torch_index(positions, x)]
+    # reshape(-1) would copy the whole array for a sample of it
+    places = np.unravel_index(positions, tuple(x.shape))
+    return x[tuple(torch_index(p, x) for p in places)]
 
 
 def torch_index(index: NDArray[np.int64], like: Array) -> Array:

@@ -69,6 +69,7 @@ class Ruling(StrEnum):
     NOT_SHOWN = "p above ½ is shown in no window"
     WINDOW = "depends on the window: p above ½ is shown in some of them only"
     NOT_A_POWER_LAW = "not a power law there: Hill's estimate or σ_k disagrees with p"
+    UNCHECKED = "σ_k cannot be told from rounding, or is beyond the range of numbers"
     LOGNORMAL = "not told from a log-normal: it is at least as likely among the largest 5 %"
     TOO_FEW = f"too few: a verdict takes {_FEWEST_FOR_VERDICT} ranks"
     TOO_WIDE = f"beyond the largest {100 * _LARGEST_SHARE:g} % of the non-zero elements noise falls like a power law"
@@ -95,15 +96,17 @@ class Compressibility(Shown):
         left to measure.
     sigma_bound : float
         Largest σ_k/(c₂ k^(½−p)) on the window, with c₂ = c₁/√(2p − 1). At most 1 where property 1 holds, which may fail
-        because the bound on magnitudes is only known on the window. NaN for p ≤ ½, which promises nothing.
+        because the bound on magnitudes is only known on the window. NaN for p ≤ ½, which promises nothing, and where
+        σ_k is not known: what is left beyond nearly all ranks is less than the rounding of Σg², or squares leave
+        float64's range.
     window : (int, int)
         First and last rank, counted from 1.
     compressible : bool or None
         True where p > ½ with 97.5 % confidence on every window of at least 50 ranks, and on `window` Hill's estimate
         says the same (above ½, the intervals overlapping), property 1 holds, and a power law is likelier than a
         log-normal among the largest 5 % of the non-zero elements. False where no window shows p > ½.
-        None where windows or estimates disagree, or `window` has fewer than 50 ranks or holds more than 5 % of the
-        non-zero elements.
+        None where windows or estimates disagree, σ_k is not known, or `window` has fewer than 50 ranks or holds more
+        than 5 % of the non-zero elements.
     reason : str
         Reason for `compressible`, one of :class:`Ruling`.
     windows : mapping of str to float
@@ -213,7 +216,7 @@ def compressibility(
     Raises
     ------
     InputError
-        If the window is not 1 ≤ first < last.
+        If the window is not 1 ≤ first < last, or layers do not ascend from 0 within the gradient.
 
     Notes
     -----
@@ -230,7 +233,7 @@ def compressibility(
     first, last = checked_window(window, m.count)
     # replicates of the bootstrap reach below the window
     magnitudes, positions = _largest(x, 2 * last)
-    starts = None if layers is None else checked_starts(layers)
+    starts = None if layers is None else checked_starts(layers, numel_of(x))
     return with_blocks(
         decay_of(magnitudes[:last], first, m), magnitudes, positions, numel_of(x), starts
     )
@@ -268,24 +271,28 @@ def with_blocks(
     return replace(found, layers_low=low, layers_high=high)
 
 
-def checked_starts(layers: Sequence[int]) -> NDArray[np.int64]:
+def checked_starts(layers: Sequence[int], numel: int) -> NDArray[np.int64]:
     """Return where layers begin as an array.
 
     Parameters
     ----------
     layers : sequence of int
         Position of each layer's first element, ascending from 0.
+    numel : int
+        Number of elements of the gradient.
 
     Raises
     ------
     InputError
-        If they are no whole numbers, or not ascending from 0.
+        If they are no whole numbers, not ascending from 0, or beyond the gradient.
     """
     starts = [
         check_count(s, "where a layer begins", 0, 2**62) for s in check_several(layers, "layers")
     ]
     if starts[:1] != [0] or any(b <= a for a, b in pairwise(starts)):
         raise InputError("layers must be where each layer begins, ascending from 0")
+    if starts[-1] >= max(numel, 1):
+        raise InputError(f"a layer begins at {starts[-1]}, and the gradient has {numel} elements")
     return np.array(starts, np.int64)
 
 
@@ -377,9 +384,9 @@ def decay_of(magnitudes: NDArray[np.float64], first: int, m: Magnitudes) -> Comp
     exponent, bound = _best_k_error(magnitudes, first, energy, p, c1)
     windows = _windows(first, m) | {(first, last): p}
     ruling = _rule(windows, (first, last), m.count, hill_low, hill_high)
-    # false for NaN, where property 1 promises nothing
-    if ruling is Ruling.SHOWN and bound > 1:
-        ruling = Ruling.NOT_A_POWER_LAW
+    # p is above ½ here, so that property 1 promises something
+    if ruling is Ruling.SHOWN and not bound <= 1:
+        ruling = Ruling.UNCHECKED if math.isnan(bound) else Ruling.NOT_A_POWER_LAW
     if (
         ruling is Ruling.SHOWN
         # negated: NaN, of magnitudes that do not differ, shows no power law

@@ -135,7 +135,7 @@ class Fit(Shown):
         return LAWS[self.model].maximizes(self.method)
 
     def interval(self, parameter: str, level: float = 0.95) -> tuple[float, float]:
-        """Return the normal interval of a parameter; NaN where there is no standard error.
+        """Return the normal interval of a parameter, from 0 on where it has to be positive; NaN without standard error.
 
         Parameters
         ----------
@@ -156,7 +156,8 @@ class Fit(Shown):
             raise unknown("parameter", parameter, self.params)
         half = float(ndtri(0.5 + level / 2)) * self.stderr.get(parameter, math.nan)
         low = self.params[parameter] - half
-        if parameter == "scale" and low < 0:  # of very few elements; no scale is below zero
+        # of very few elements: where the law does not exist there, the parameter has to be positive
+        if low < 0 and math.isnan(LAWS[self.model].end({**self.params, parameter: low})):
             low = 0.0
         return low, self.params[parameter] + half
 
@@ -254,7 +255,7 @@ def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -
           norm and lognorm. The gamma shape approximates maximum likelihood within 1.5 %, which moves k̂/k by 5 % at a
           ratio of 0.001; the generalized Pareto is fitted by moments.
         - ``"moments"``: match the mean and the mean square of the magnitudes. A generalized Pareto shape found so is
-          always below ½, and unreliable above ¼.
+          always below ½, and unreliable from ¼ on.
         - ``"mle"``: maximum likelihood. For the generalized Pareto this is the local maximum, which needs ξ > −1
           (standard errors need ξ > −½).
         - ``"pwm"``: probability-weighted moments (Hosking and Wallis 1987) of laplace and double_genpareto; reliable

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -266,14 +267,18 @@ class Distances:
         )
 
     def wasserstein(self) -> float:
-        """Return Wasserstein-1, the integral of |difference|: linear in cells and gaps, then the model's tail."""
+        """Return Wasserstein-1, the integral of |difference|: linear in cells and small gaps, then the model's tail."""
         m = self.m
         before, after = self.left - self.model_left, self.right - self.model_right
         total = _absolute_area(before, after, m.right - m.left)
         # in a gap the data's share stays that of the cell before; at 0 both shares are 1
         starts, ends = np.append(0.0, m.right[:-1]), m.left
         gap_before = np.append(0.0, after[:-1])
-        total += _absolute_area(gap_before, before, ends - starts)
+        fall = np.append(1.0, self.model_right[:-1]) - self.model_left
+        # where the model's share falls much over a wide gap, it is no line
+        wide = fall * (ends - starts) > 1e-6 * m.mean
+        total += _absolute_area(gap_before[~wide], before[~wide], (ends - starts)[~wide])
+        total += self._over_gaps(starts[wide], ends[wide], np.append(1.0, self.right[:-1])[wide])
         from scipy.integrate import IntegrationWarning
 
         with warnings.catch_warnings():  # only whether it is finite counts
@@ -283,6 +288,21 @@ class Distances:
         if not math.isfinite(mean):
             return math.inf
         return total + self._beyond()
+
+    def _over_gaps(
+        self, starts: NDArray[np.float64], ends: NDArray[np.float64], share: NDArray[np.float64]
+    ) -> float:
+        """Return the integral of |difference| over gaps, in each of which the data has one share."""
+        # the difference is smooth up to where it changes its sign, from there to the end of the support, and beyond
+        turns = [np.clip(at, starts, ends) for at in (self.law.isf(share), self.law.support()[1])]
+        node, weight = np.polynomial.legendre.leggauss(20)
+        total = 0.0
+        for low, high in pairwise([starts, *turns, ends]):
+            at = low[:, None] + (high - low)[:, None] * (node + 1) / 2
+            total += (
+                float((np.abs(share[:, None] - self.law.sf(at)) @ weight * (high - low)).sum()) / 2
+            )
+        return total
 
     def _beyond(self) -> float:
         """Return the integral of the model's survival beyond the last cell, over quantiles q = S(last) e^(−s)."""

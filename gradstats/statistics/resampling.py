@@ -120,7 +120,7 @@ def ratio_interval(
     Parameters
     ----------
     top, bottom : ndarray, shape (n,)
-        The series; the ratio is not negative.
+        The series; the ratio is not negative. Steps at which either is not finite are left out.
     level : float
         Probability that the interval holds the ratio.
 
@@ -131,6 +131,10 @@ def ratio_interval(
     reason : str
         Why there is none; empty if there is one.
     """
+    known = np.isfinite(top) & np.isfinite(bottom)
+    top, bottom = top[known], bottom[known]
+    if top.size < FEWEST_IN_SERIES:  # there may be none to take a mean of
+        return math.nan, math.nan, mean_interval(top).reason
 
     def inside(theta: float) -> bool:
         found = mean_interval(top - theta * bottom, level)

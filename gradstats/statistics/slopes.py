@@ -37,8 +37,10 @@ def slope(at: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float
     Returns
     -------
     tuple of float
-        The slope, both ends of its interval, and the p-value of no slope.
+        The slope, both ends of its interval, and the p-value of no slope: 1 of a constant, up to rounding.
     """
+    if _is_constant(y):
+        return 0.0, 0.0, 0.0, 1.0
     n, x = y.size, at - at.mean()
     slope = float(x @ y) / float(x @ x)
     residual = y - y.mean() - slope * x
@@ -78,10 +80,12 @@ def uneven_slope(
     Returns
     -------
     tuple of float
-        The slope, both ends of its interval, and the p-value of no slope.
+        The slope, both ends of its interval, and the p-value of no slope: 1 of a constant, up to rounding.
     """
     from scipy.optimize import minimize_scalar
 
+    if _is_constant(y):
+        return 0.0, 0.0, 0.0, 1.0
     n, x = y.size, at - at.mean()
     # in units of the least, over which the residuals keep ρ of themselves
     gaps = np.diff(at) / np.diff(at).min()
@@ -124,6 +128,10 @@ def uneven_slope(
     # the slope is estimated from what the whitened constant leaves of the steps (Frisch and Waugh 1933)
     steps = steps - constant * float(constant @ steps) / float(constant @ constant)
     return _with_interval(found, math.sqrt(variance / float(steps @ steps)), freedom)
+
+
+def _is_constant(y: NDArray[np.float64]) -> bool:
+    return bool(np.ptp(y) <= 1e-12 * np.abs(y).max())
 
 
 def _places(n: int) -> NDArray[np.float64]:

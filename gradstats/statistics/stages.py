@@ -161,15 +161,15 @@ def genpareto_by_moments(mean: float, variance: float) -> tuple[float, float]:
 
 
 def genpareto_parameters(shape: float, scale: float) -> dict[str, Any]:
-    """Return the parameters of a generalized Pareto by name, flagged ``unreliable`` unless −½ < ξ ≤ ¼.
+    """Return the parameters of a generalized Pareto by name, flagged ``unreliable`` unless −½ < ξ < ¼.
 
     Parameters
     ----------
     shape, scale : float
         Shape ξ and scale.
     """
-    # Lemma 2 takes |ξ| < ½; above ¼ the estimate by moments has no variance.
-    return {"c": shape, "scale": scale, "unreliable": not -0.5 < shape <= 0.25}
+    # Lemma 2 takes |ξ| < ½; from ¼ on the estimate by moments has no variance.
+    return {"c": shape, "scale": scale, "unreliable": not -0.5 < shape < 0.25}
 
 
 def gamma_shape(mean: float, mean_log: float) -> float:

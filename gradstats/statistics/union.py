@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError
+from gradstats.primitives.ratio import check_count
 
 __all__ = ["UnionGrowth", "fit_union"]
 
@@ -82,13 +83,21 @@ class UnionGrowth:
         Parameters
         ----------
         world : int
-            Number of ranks.
+            Number of ranks, at least 1.
+
+        Raises
+        ------
+        InputError
+            If there are fewer.
         """
-        # the beta-binomial's probability of no success, factor by factor
-        a, b = self._beta()
+        mean, rho = self.selected / max(self.numel, 1), self.correlation
+        # The beta-binomial's probability of no success, factor by factor: (b + i)/(a + b + i) = 1 − xᵢ with
+        # a + b = 1/ρ − 1 and a/(a + b) the mean. The first x is the mean whatever ρ is.
+        others = np.arange(1, check_count(world, "the number of ranks"))
+        x = mean * np.append(1.0, (1 - rho) / (1 - rho + rho * others))
         # 1 − Π(1 − xᵢ) through logarithms keeps the digits of a union that is small beside d
         with np.errstate(divide="ignore"):  # everything is selected
-            return -self.numel * math.expm1(np.log1p(-a / (a + b + np.arange(world))).sum())
+            return -self.numel * math.expm1(np.log1p(-x).sum())
 
     def bounds(self, world: int) -> tuple[float, float]:
         """Return the limits of the union of more ranks than were measured, which hold without any model.
@@ -102,7 +111,16 @@ class UnionGrowth:
         -------
         tuple of float
             The measured union of all ranks, and that union extended at its last slope.
+
+        Raises
+        ------
+        InputError
+            If fewer are asked for: their union is :meth:`measured`.
         """
+        if world < self.ranks:
+            raise InputError(
+                f"bounds are of at least the {self.ranks} ranks measured, not {world}: use measured"
+            )
         last = self.measured(self.ranks)
         # concave: no further rank adds more than the last one did
         slope = last - (self.measured(self.ranks - 1) if self.ranks > 1 else 0.0)
@@ -111,12 +129,6 @@ class UnionGrowth:
     def __call__(self, world: int) -> float:
         """Return the union of `world` ranks, measured if there are so many, else predicted."""
         return self.measured(world) if world <= self.ranks else self.predicted(world)
-
-    def _beta(self) -> tuple[float, float]:
-        mean = self.selected / self.numel
-        # a + b of a beta distribution, whose correlation is 1/(a + b + 1)
-        rest = 1 / self.correlation - 1
-        return mean * rest, (1 - mean) * rest
 
 
 def fit_union(counts: NDArray[np.int64]) -> UnionGrowth:

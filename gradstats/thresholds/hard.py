@@ -18,7 +18,8 @@ class Hard(Estimator):
     Parameters
     ----------
     threshold : float, optional
-        Threshold η ≥ 0, in the gradient's unit; by default the exact threshold of the first gradient.
+        Threshold η ≥ 0, in the gradient's unit; by default the exact threshold of the first gradient with k non-zero
+        elements. One before it, as of a layer that starts at zero, is sent whole.
     """
 
     name = "hard"
@@ -29,10 +30,10 @@ class Hard(Estimator):
         self.threshold = None if threshold is None else check_magnitude(threshold)
 
     def find(self, x: Array, k: int) -> Result:
-        """Return the one threshold; that of the first gradient if none was given."""
+        """Return the one threshold; that of the first gradient with k non-zero elements if none was given."""
         if self.threshold is None:
-            self.threshold = top_candidates(x, k)[0]
-        return Result(self.threshold)
+            self.threshold = top_candidates(x, k)[0] or None  # 0 would keep all of every later one
+        return Result(self.threshold or 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the threshold."""

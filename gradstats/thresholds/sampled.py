@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, kth_largest, numel_of, select
-from gradstats.primitives.arrays import torch_index
+from gradstats.primitives.arrays import taken
 from gradstats.primitives.moments import count_above
 from gradstats.primitives.ratio import check_number, shown
 from gradstats.primitives.select import keep
@@ -102,8 +102,7 @@ class DGC(RandomEstimator):
         """Find the k-th largest of a sample, or of what reaches it where that is too much."""
         program = self.rule == "program"
         indices, wanted = (self._every_nth if program else self._one_of_each_run)(numel_of(x), k)
-        sample = x.reshape(-1)[torch_index(indices, x)]
-        threshold = kth_largest(sample, wanted)
+        threshold = kth_largest(taken(x, indices), wanted)
         candidates = select(x, threshold)
         found = len(candidates)
         if program:

@@ -87,10 +87,14 @@ def test_numbers_are_those_of_naive_loops(trace):
 def test_the_union_is_the_beta_binomials():
     for world, rho in itertools.product((1, 2, 8, 100), (1e-9, 0.01, 0.5, 0.99)):
         growth = UnionGrowth(1000, np.array([900, 80, 20]), rho)
-        a, b = growth._beta()
+        a, b = np.array([0.06, 0.94]) * (1 / rho - 1)  # a rank selects 60 of 1000
         expected = 1000 * (1 - betabinom.pmf(0, world, a, b))
         assert growth.predicted(world) == pytest.approx(expected, rel=1e-5 if rho > 1e-6 else 1e-2)
+    for rho, union in ((0.0, 1000 * (1 - 0.94**8)), (1.0, 60)):
+        growth = UnionGrowth(1000, np.array([900, 80, 20]), rho)
+        assert growth.predicted(8) == pytest.approx(union)
     assert fit_union(np.array([0, 0, 3])).predicted(7) == 3
+    assert fit_union(np.zeros(3, int)).predicted(7) == 0
 
 
 def test_a_planted_noise_scale_is_found_in_samples(trace):
@@ -161,7 +165,10 @@ def test_an_interval_without_an_upper_end_and_none():
     low, high, _ = ratio_interval(top, none + 2)  # the mean below is surely above zero
     assert 0.3 < low < 0.5 < high < 1
     assert not reason
+    holes = np.where(np.arange(80) % 2 == 0, math.nan, np.repeat(top, 2))
+    assert ratio_interval(holes, np.repeat(none + 2, 2)) == ratio_interval(top, none + 2)
     assert ratio_interval(top[:19], none[:19])[2] == "fewer than 20 steps"
+    assert ratio_interval(top[:0], none[:0])[2] == "fewer than 20 steps"
 
 
 def test_gradients_captured_after_averaging_are_told(tmp_path):

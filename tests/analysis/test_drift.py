@@ -9,7 +9,7 @@ from scipy import stats
 from support.traces import DRIFTING_LAYERS, drifting_trace
 
 from gradstats import fit, over_training
-from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, drift_records, movement
+from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, _drift, drift_records, movement
 from gradstats.errors import InputError
 from gradstats.primitives import kth_largest
 from gradstats.statistics.compressibility import compressibility
@@ -297,6 +297,12 @@ class TestDrift:
         mean = drift_records(over_training(path), ["mean"])[0]
         assert mean["mean"] == mean["low"] == mean["high"] == 1
         assert math.isnan(mean["slope"])
+        at = np.arange(30.0)
+        wobble = np.where(at < 20, 1.0, np.nextafter(1, 2))
+        for y in (np.ones(30), np.zeros(30), wobble, -wobble):
+            assert slope_of(at, y) == uneven_slope(at**2, y) == (0, 0, 0, 1)
+            drift = _drift(np.arange(30), y[:, None])
+            assert all(math.isnan(drift[name]) for name in ("slope", "slope_p", "adf_p"))
 
     def test_refusals(self, tmp_path):
         path = drifting_trace(tmp_path / "run.zarr", [0], lambda s: 1.0)

@@ -372,7 +372,7 @@ def test_a_bootstrap_says_what_it_tested():
 
 
 def test_a_choice_of_threshold():
-    command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 39]
+    command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 40]
     command += ["--ratio", 0.5, "--ratio", 0.05, "--ratio", 0.001]
     found = records(*command)
     assert sum(r["chosen"] for r in found) <= 1

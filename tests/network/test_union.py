@@ -49,6 +49,9 @@ def test_bounds_follow_the_last_slope_and_end_at_the_gradient():
     assert growth.bounds(3) == (20, 20)
     assert growth.bounds(5) == pytest.approx((20, 20 + 2 * (20 - pair)))
     assert growth.bounds(1000) == (20, 100)
+    for ask, ranks in ((growth.bounds, 2), (growth.predicted, 0)):
+        with pytest.raises(InputError, match="ranks"):
+            ask(ranks)
     assert UnionGrowth(100, np.array([80, 20]), 0.1).bounds(3) == (20, 60)
     assert UnionGrowth(100, np.array([85, 10, 5]), 0.1).bounds(4) == (15, 25)
 

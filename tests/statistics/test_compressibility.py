@@ -265,6 +265,11 @@ class TestBestKError:
         x = np.r_[np.arange(1, 101.0) ** -2, np.full(10_000, 1e-12)]
         c = compressibility(x, (1, 5000))
         assert math.isfinite(c.sigma_p)
+        for scale, power in ((1, -8.0), (1e200, -0.9)):  # nothing to measure, and beyond the range
+            c = compressibility(scale * np.arange(1, 5001.0) ** power)
+            assert min(c.windows.values()) > 0.8
+            assert math.isnan(c.sigma_bound)
+            assert (c.compressible, c.reason) == (None, Ruling.UNCHECKED)
 
 
 def test_local_exponents_of_laplace_rise_and_a_line_through_them_would_mislead():
@@ -347,6 +352,9 @@ def test_blocks_may_be_layers():
     assert other.layers_low != c.layers_low
     assert math.isnan(compressibility(x).layers_low)
     assert math.isnan(compressibility(x, layers=[0, 25_000]).layers_low)
+    for wrong in ([0, 50_000], [1, 2], [0, 5, 5]):
+        with pytest.raises(InputError, match="begin"):
+            compressibility(x, layers=wrong)
 
 
 def test_windows_by_share():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import pickle
 import runpy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,6 +88,8 @@ def test_own_laws_have_the_moments_of_what_they_are_made_of():
     assert double_lognorm(0.5).mean() == pytest.approx(0)
     half = stats.lognorm(0.5)
     assert double_lognorm(0.5).var() == pytest.approx(half.var() + half.mean() ** 2)
+    with np.errstate(over="ignore", invalid="ignore"):  # in SciPy
+        assert double_lognorm(20).var() == math.inf
     assert halft(5).mean() == pytest.approx(
         np.abs(stats.t(5).rvs(N, random_state=0)).mean(), rel=0.01
     )
@@ -230,7 +233,7 @@ class TestGeneralizedParetoRanges:
         )
         assert flagged / 400 == pytest.approx(share, abs=0.07)  # four binomial deviations and more
 
-    @pytest.mark.parametrize("c", [1.5, 2.0, 3.0])
+    @pytest.mark.parametrize("c", [1.5, 2.0, 3.0, 12.0, 30.0])
     def test_no_tail_is_too_heavy(self, c):
         """The mean of such a sample grows with its size; the search must not depend on it."""
         for seed in range(10):
@@ -498,11 +501,14 @@ def test_standard_errors_are_those_of_the_fisher_information(model):
         ("norm", "closed", None),
         ("lognorm", "closed", 0.6),
         ("lognorm", "moments", 0.3),
+        ("lognorm", "moments", 1e-3),  # magnitudes that hardly differ
         ("dgamma", "closed", 2.0),
         ("dgamma", "moments", 0.6),
+        ("dgamma", "moments", 1e6),
         ("double_genpareto", "closed", -0.2),
         ("double_genpareto", "pwm", 0.3),
         ("dweibull", "moments", 1.5),
+        ("dweibull", "moments", 150.0),
         ("gennorm", "moments", 1.5),
         ("t", "moments", 8.0),
     ],
@@ -577,6 +583,21 @@ def test_coarse_sketches_have_the_maximum_and_a_likelihood_fit():
         for bits in (7, 5):
             coarse = fit(sketch(g, bits), "double_genpareto", "mle")
             assert coarse.shape == pytest.approx(full.shape, abs=1e-4)
+
+
+def test_intervals_of_positive_parameters_begin_at_zero_at_least():
+    for model, name in (
+        ("dgamma", "a"),
+        ("dweibull", "c"),
+        ("gennorm", "beta"),
+        ("laplace", "scale"),
+    ):
+        f = replace(fit(np.array([1.0, 2.0, 4.0]), model, "mle"), stderr={name: 999.0})
+        assert f.interval(name)[0] == 0 < f.interval(name)[1]
+    f = replace(
+        fit(stats.expon.rvs(size=99, random_state=0), "double_genpareto"), stderr={"c": 9.0}
+    )
+    assert f.interval("c")[0] < -9
 
 
 @pytest.mark.parametrize("n", [2000, 269_722, 1_000_000])

@@ -304,13 +304,13 @@ class TestChoice:
         kept = 0
         for seed in range(6):
             x, ratios = pareto(0.3, seed=seed), [0.5, 0.1, 0.02]
-            choice = choose_threshold(x, ratios, replicates=39, size=500, seed=seed, splits=1)
+            choice = choose_threshold(x, ratios, replicates=40, size=500, seed=seed, splits=1)
             kept += choice.rejected == 0
         assert kept >= 5
 
     def test_none_if_all_are_rejected(self):
         choice = choose_threshold(
-            uniform_below_pareto(0.1), [0.3, 0.5], replicates=39, on_progress=lambda: None
+            uniform_below_pareto(0.1), [0.3, 0.5], replicates=40, on_progress=lambda: None
         )
         assert [c.ratio for c in choice.candidates] == [0.5, 0.3]
         assert choice.ratio is None
@@ -322,7 +322,7 @@ class TestChoice:
         """Tests of 1000 excesses each accept the largest half, whose ξ = 0.29 the largest hundredth (0.13) denies."""
         gradient = open_trace(DATA / "resnet20.zarr").read(2999, kind="gradient")
         ratios = [0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001]
-        choice = choose_threshold(gradient, ratios, replicates=39, splits=1)
+        choice = choose_threshold(gradient, ratios, replicates=40, splits=1)
         assert choice.ratio == 0.001
         before = choice.candidates[: choice.rejected]
         assert all(c.p_stable < 0.001 for c in before)
@@ -366,7 +366,7 @@ class TestChoice:
 
     def test_the_estimate_is_of_elements_that_the_choice_did_not_see(self):
         x = pareto(0.2, 20_000)
-        choice = choose_threshold(x, [0.5, 0.1], replicates=39)
+        choice = choose_threshold(x, [0.5, 0.1], replicates=40)
         everything = parameter_stability(x, [choice.ratio])[0]
         assert choice.estimate.threshold == choice.threshold == everything.threshold
         assert choice.estimate.n == pytest.approx(everything.n / 2, rel=0.05)
@@ -379,13 +379,13 @@ class TestChoice:
     def test_is_repeatable_and_reports_progress(self):
         x = pareto(0.1, 20_000)
         ticks = []
-        kwargs = {"ratios": [0.5, 0.05], "replicates": 19, "size": 200, "alpha": 0.1}
+        kwargs = {"ratios": [0.5, 0.05], "replicates": 20, "size": 200, "alpha": 0.1}
         first = choose_threshold(x, **kwargs, on_progress=lambda: ticks.append(1))
-        assert len(ticks) == 5 * 2 * 19
+        assert len(ticks) == 5 * 2 * 20
         assert asdict(first) == asdict(choose_threshold(x, **kwargs))
         assert first.candidates != choose_threshold(x, **kwargs, seed=1).candidates
         assert "not rejected is not true" in first.note
-        assert (first.size, first.replicates, first.alpha, first.seed) == (200, 19, 0.1, 0)
+        assert (first.size, first.replicates, first.alpha, first.seed) == (200, 20, 0.1, 0)
         assert first.candidates[0].tested == 200
 
     @pytest.mark.slow
@@ -397,7 +397,7 @@ class TestChoice:
         for truth, samples in laws.items():
             for x in samples:
                 for seed in range(2):
-                    choice = choose_threshold(x, [0.5, 0.1], size=200, replicates=39, seed=seed)
+                    choice = choose_threshold(x, [0.5, 0.1], size=200, replicates=40, seed=seed)
                     assert choice.ratio == truth
                     assert truth in choice.range
 
@@ -414,7 +414,7 @@ class TestChoice:
             monkeypatch.setattr(
                 "gradstats.statistics.pot.choice._forward_stop", lambda *_, f=found: next(f)
             )
-            choice = choose_threshold(x, ratios, replicates=19, size=500, alpha=0.1)
+            choice = choose_threshold(x, ratios, replicates=20, size=500, alpha=0.1)
             assert (choice.ratio, choice.range) == (ratio, (far, near))
             assert note in choice.note
             assert bool(choice.note) == bool(note)
@@ -422,7 +422,7 @@ class TestChoice:
             assert len(choice.splits) == 5
 
     def test_skips_too_few_exceedances_and_says_so(self):
-        choice = choose_threshold(pareto(0.1, 1000), replicates=19, alpha=0.1, size=100)
+        choice = choose_threshold(pareto(0.1, 1000), replicates=20, alpha=0.1, size=100)
         assert [c.n >= 100 for c in choice.candidates] == [True] * len(choice.candidates)
         assert 0 < len(choice.candidates) < 8
         nothing = choose_threshold(np.arange(1.0, 6.0))
@@ -431,10 +431,10 @@ class TestChoice:
 
     def test_a_candidate_without_fit_is_never_chosen(self):
         x = np.append(np.linspace(0.01, 1, 1000), np.full(300, 3.0))
-        choice = choose_threshold(x, [0.2], replicates=19, alpha=0.1)
+        choice = choose_threshold(x, [0.2], replicates=20, alpha=0.1)
         assert choice.candidates == () or choice.ratio is None
         edge = 1 - np.linspace(0.001, 1, 2000) ** 4  # beyond ξ = −1 there is no maximum
-        unfit = choose_threshold(edge, [0.5], replicates=19, alpha=0.1)
+        unfit = choose_threshold(edge, [0.5], replicates=20, alpha=0.1)
         if math.isnan(unfit.candidates[0].p_value):
             assert unfit.ratio is None
             assert unfit.candidates[0].status
@@ -443,7 +443,7 @@ class TestChoice:
         x = pareto(0.1, 1000)
         for kwargs in [
             {"alpha": 0},
-            {"replicates": 9},
+            {"replicates": 39},  # 1 − (1 − 1/40)² is above 0.05
             {"splits": 0},
             {"ratios": [2.0]},
             {"seed": -1},
@@ -551,6 +551,18 @@ class TestTailQuantile:
             with pytest.raises(InputError):
                 tail_quantile(x, **kwargs)
 
+    def test_ties_that_leave_too_few_beyond_the_threshold_are_counted(self):
+        """0.7 % lie above a level that holds 10 %: the threshold of 5 % is beyond it."""
+        x = np.repeat(np.arange(1.0, 8), [7000, 1930, 1000, 28, 21, 14, 7])
+        for ratio, value in ((0.01, 3.0), (0.007, 4.0)):
+            q = tail_quantile(x, ratio, 0.05)
+            assert (q.n, q.value, q.empirical) == (70, value, value)
+            assert math.isnan(q.low)
+            assert q.flags[-1].endswith("counted")
+        modelled = tail_quantile(x, 0.005, 0.05)
+        assert 3.5 < modelled.value < 5
+        assert not modelled.flags[-1].endswith("counted")
+
     def test_no_error_theory_is_no_interval(self):
         q = tail_quantile(pareto(0.6), 0.001, method="moments")
         assert math.isfinite(q.value)
@@ -621,7 +633,7 @@ CALLS = {
     "laplace": lambda x: stages(x, 0.1, 3),
     "pareto": lambda x: stages(x, 0.1, 3, "double_genpareto"),
     "dgamma": lambda x: stages(x, 0.1, 3, "dgamma"),
-    "choice": lambda x: choose_threshold(x, replicates=19, alpha=0.1),
+    "choice": lambda x: choose_threshold(x, replicates=20, alpha=0.1),
     "quantile": lambda x: tail_quantile(x, 0.001, 0.5),
     "mixture": lambda x: mixture({"a": x}),
 }
@@ -750,7 +762,7 @@ def test_a_coarse_histogram_is_enough():
 
 def test_choice_from_a_coarse_histogram():
     rough = coarse(uniform_below_pareto(0.1))
-    choice = choose_threshold(rough, [0.5, 0.2, 0.09], replicates=39, alpha=0.05)
+    choice = choose_threshold(rough, [0.5, 0.2, 0.09], replicates=40, alpha=0.05)
     assert choice.ratio == 0.09
 
 

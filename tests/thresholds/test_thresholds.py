@@ -116,6 +116,19 @@ def test_dgc_draws_its_one_element_at_random():
     assert 20 < found.count(1) < 45
 
 
+def test_dgc_samples_a_strided_gradient_without_a_copy_of_it():
+    x = np.random.default_rng(5).laplace(size=(8, 500, 1000)).astype(np.float32)
+    for rule in ("paper", "program"):
+        for view in (x.transpose(0, 2, 1), torch.from_numpy(x).permute(0, 2, 1)):
+            expected = DGC(rule=rule).estimate(view.reshape(-1), 0.001)
+            assert DGC(rule=rule).estimate(view, 0.001) == expected
+        tracemalloc.start()
+        DGC(rule=rule).select(x.transpose(0, 2, 1), 0.001)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < x.nbytes / 2
+
+
 def test_dgc_leaves_a_third_too_many_alone_and_no_more():
     x = np.random.default_rng(5).laplace(size=100_000).astype(np.float32)
     rule, k = DGC(seed=1), 1000
@@ -475,7 +488,7 @@ def test_gamma_closed_form_is_far_off_where_notes_say():
 
 @pytest.mark.parametrize(
     ("shape", "unreliable"),
-    [(-1.5, True), (-0.5, True), (-0.49, False), (0.0, False), (0.25, False), (0.26, True)],
+    [(-1.5, True), (-0.5, True), (-0.49, False), (0.24, False), (0.25, True), (0.26, True)],
 )
 def test_generalized_pareto_stages_say_where_they_are_unreliable(shape, unreliable):
     variance = 4 / (1 - 2 * shape)
@@ -508,6 +521,9 @@ def test_a_hard_threshold_is_the_same_for_every_gradient(given):
     x[::7] = 0
     rule = make_estimator("hard", threshold=given)
     expected = threshold(x, 0.01) if given is None else np.float32(given)
+    few = np.where(np.arange(x.size) < 49, x, 0)  # no 50th largest: kept whole, and no constant
+    estimate, kept = rule.select(few, 0.01)
+    assert estimate.threshold == (expected if given else 0)
     for factor, ratio in ((1, 0.01), (100, 0.01), (1e-3, 0.2), (0, 0.5)):
         estimate, kept = rule.select(x * np.float32(factor), ratio)
         assert estimate.threshold == expected

@@ -45,14 +45,12 @@ def by_moments(m: Magnitudes) -> Solution:
     """
     require_spread(m)
 
-    def rule(mean: float, mean_square: float) -> dict[str, float]:
-        variance = mean_square - mean**2
+    def rule(mean: float, variance: float) -> dict[str, float]:
         return {"a": mean**2 / variance, "scale": variance / mean}
 
-    params = rule(m.mean, m.mean_square)
+    params = rule(m.mean, m.variance)
     a = params["a"]
-    # E[xʳ] = a(a + 1)…(a + r − 1) at scale 1
-    return Solution(params, delta_method(rule, lambda r: math.prod(a + i for i in range(r)), m))
+    return Solution(params, delta_method(rule, 2 / math.sqrt(a), 3 + 6 / a, m))
 
 
 def by_likelihood(m: Magnitudes) -> Solution:

@@ -56,23 +56,20 @@ def by_moments(m: Magnitudes) -> Solution:
     """
     require_spread(m)
 
-    def rule(mean: float, mean_square: float) -> dict[str, float]:
-        c, scale = genpareto_by_moments(mean, mean_square - mean**2)
+    def rule(mean: float, variance: float) -> dict[str, float]:
+        c, scale = genpareto_by_moments(mean, variance)
         return {"c": c, "scale": scale}
 
-    params = rule(m.mean, m.mean_square)
+    params = rule(m.mean, m.variance)
     unreliable = params["c"] >= 0.25  # from there on the estimate has no variance
     flags = (Flag.MOMENTS,) if unreliable else ()
     c = params["c"]
-    # E[xʳ] = r!/((1 − c)(1 − 2c)…(1 − rc)) at scale 1; the fourth exists for c < ¼
-    stderr = (
-        _NO_ERRORS
-        if unreliable
-        else delta_method(
-            rule, lambda r: math.factorial(r) / math.prod(1 - i * c for i in range(1, r + 1)), m
-        )
-    )
-    return Solution(params, stderr, flags)
+    if unreliable:
+        return Solution(params, _NO_ERRORS, flags)
+    # the fourth moment exists for c < ¼
+    skewness = 2 * (1 + c) * math.sqrt(1 - 2 * c) / (1 - 3 * c)
+    kurtosis = 3 * (1 - 2 * c) * (2 * c * c + c + 3) / ((1 - 3 * c) * (1 - 4 * c))
+    return Solution(params, delta_method(rule, skewness, kurtosis, m), flags)
 
 
 def by_weighted_moments(m: Magnitudes) -> Solution:
@@ -136,8 +133,8 @@ def by_likelihood(m: Magnitudes) -> Solution:
 
     def loss(theta: float) -> float:
         # mean negative log-likelihood at the best shape for a θ
-        # the limit: c and θ vanish together
-        if abs(theta) < 1e-9:
+        # the limit: c and θ vanish together, where θx is small, however large x is in this unit
+        if abs(theta) * mean < 1e-9:
             return exponential
         c = shape(theta)
         return math.log(c / theta) + c + 1
@@ -150,11 +147,14 @@ def by_likelihood(m: Magnitudes) -> Solution:
         inverse = dot(weight, x / (1 + theta * x))
         return inverse / shape(theta) - 1 / theta + inverse
 
-    # from the bound set by the largest element (fine there: the loss is steep) through zero to very heavy tails
-    bound = -1 / largest
-    grid = np.concatenate(
-        [bound * (1 - np.geomspace(1e-8, 1, 40)[:-1]), [0.0], np.geomspace(1e-4, 1e4, 80)]
-    )
+    # from the bound set by the largest element (fine there: the loss is steep) through zero to very heavy tails,
+    # whose θ grows like e^ξ: as far as the loss falls, which it does not where θ times the least element is large
+    bound, decades = -1 / largest, 4
+    # a point of the grid at least lies between; no product θx overflows
+    while slope(10 ** (decades - 0.2)) < 0 and 10.0**decades * largest < 1e300:
+        decades += 4
+    upwards = np.geomspace(1e-4, 10.0**decades, 10 * (4 + decades))
+    grid = np.concatenate([bound * (1 - np.geomspace(1e-8, 1, 40)[:-1]), [0.0], upwards])
     losses = np.array([loss(theta) for theta in grid])
     # local minima without the ends of the grid: towards the bound the loss may fall for ever
     inner = np.flatnonzero((losses[1:-1] <= losses[:-2]) & (losses[1:-1] <= losses[2:])) + 1

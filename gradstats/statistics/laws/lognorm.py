@@ -55,18 +55,19 @@ def by_moments(m: Magnitudes) -> Solution:
     """
     require_spread(m)
 
-    def rule(mean: float, mean_square: float) -> dict[str, float]:
-        square = math.log(mean_square / mean**2)
-        # mean = scale·exp(s²/2), and mean square/mean² = exp(s²)
+    def rule(mean: float, variance: float) -> dict[str, float]:
+        square = math.log1p(variance / mean**2)
+        # mean = scale·exp(s²/2), and variance/mean² = exp(s²) − 1
         return {"s": math.sqrt(square), "scale": mean * math.exp(-square / 2)}
 
-    params = rule(m.mean, m.mean_square)
+    params = rule(m.mean, m.variance)
     s = params["s"]
     # the docstring's condition, (exp(4s²) − 1)/n above 0.1², without a power that overflows
     flags = (Flag.TAIL,) if 4 * s * s > math.log1p(0.01 * m.count) else ()
-    # E[xʳ] = exp(r²s²/2) at scale 1; exp(709) is the largest that float64 holds
-    stderr = delta_method(rule, lambda r: math.exp(min(r * r * s * s / 2, 700)), m)
-    return Solution(params, stderr, flags)
+    # exp(s²), at most the number of magnitudes; exp(709) is the largest that float64 holds
+    w, more = math.exp(min(s * s, 175)), math.expm1(min(s * s, 175))
+    skewness, kurtosis = (w + 2) * math.sqrt(more), w**4 + 2 * w**3 + 3 * w**2 - 3
+    return Solution(params, delta_method(rule, skewness, kurtosis, m), flags)
 
 
 LAW = Law(

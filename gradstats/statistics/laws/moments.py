@@ -18,7 +18,7 @@ __all__ = ["by_ratio", "delta_method", "require_spread"]
 _STEP = 1e-5
 
 Rule: TypeAlias = Callable[[float, float], dict[str, float]]
-"""(mean, mean square) → parameters, ``scale`` among them."""
+"""(mean, variance) → parameters, ``scale`` among them."""
 
 Raw: TypeAlias = Callable[[float, int], float]
 """(shape, order) → raw moment of the magnitudes at scale 1."""
@@ -44,7 +44,7 @@ def require_spread(m: Magnitudes) -> None:
         raise FitError(Reason.CONSTANT)
 
 
-def delta_method(rule: Rule, raw: Callable[[int], float], m: Magnitudes) -> dict[str, float]:
+def delta_method(rule: Rule, skewness: float, kurtosis: float, m: Magnitudes) -> dict[str, float]:
     """Return standard errors of a moment estimate, from moments up to the fourth of the fitted distribution.
 
     The sample's own moments would nearly always be too small, because the tail decides the fourth.
@@ -52,9 +52,9 @@ def delta_method(rule: Rule, raw: Callable[[int], float], m: Magnitudes) -> dict
     Parameters
     ----------
     rule : callable
-        (mean, mean square) → parameters. It is differentiated numerically at the sample's moments.
-    raw : callable
-        Order → raw moment of the fitted distribution at scale 1.
+        (mean, variance) → parameters. It is differentiated numerically at the sample's moments.
+    skewness, kurtosis : float
+        Third and fourth central moment of the fitted distribution, in units of its standard deviation.
     m : Magnitudes
         Sample.
 
@@ -63,21 +63,16 @@ def delta_method(rule: Rule, raw: Callable[[int], float], m: Magnitudes) -> dict
     dict of str to float
         Standard error by parameter.
     """
-    params = rule(m.mean, m.mean_square)
-    first, second, third, fourth = (raw(r) * params["scale"] ** r for r in (1, 2, 3, 4))
-    # of x and x² for one element of the fitted law
-    covariance = np.array(
-        [
-            [second - first**2, third - first * second],
-            [third - first * second, fourth - second**2],
-        ]
-    )
-    steps = _STEP * m.mean, _STEP * m.mean_square
-    up = rule(m.mean + steps[0], m.mean_square), rule(m.mean, m.mean_square + steps[1])
-    down = rule(m.mean - steps[0], m.mean_square), rule(m.mean, m.mean_square - steps[1])
+    # of magnitudes that hardly differ, the mean square would leave no digits of the variance
+    mean, variance = m.mean, m.variance
+    # of the mean and the variance, for one element of the fitted law and relative to steps of each
+    both = skewness * math.sqrt(variance) / mean
+    covariance = np.array([[variance / mean**2, both], [both, kurtosis - 1]])
+    up = rule(mean * (1 + _STEP), variance), rule(mean, variance * (1 + _STEP))
+    down = rule(mean * (1 - _STEP), variance), rule(mean, variance * (1 - _STEP))
     errors = {}
-    for name in params:
-        slopes = np.array([(up[i][name] - down[i][name]) / (2 * steps[i]) for i in (0, 1)])
+    for name in up[0]:
+        slopes = np.array([(up[i][name] - down[i][name]) / (2 * _STEP) for i in (0, 1)])
         # rounding may leave a quadratic form of zero just below it
         errors[name] = math.sqrt(max(float(slopes @ covariance @ slopes), 0.0) / m.count)
     return errors
@@ -118,15 +113,19 @@ def by_ratio(
     """
     require_spread(m)
 
-    def rule(mean: float, mean_square: float) -> dict[str, float]:
-        shape = _solve(raw, mean**2 / mean_square, low, high)
+    def rule(mean: float, variance: float) -> dict[str, float]:
+        shape = _solve(raw, mean**2 / (mean**2 + variance), low, high)
         return {name: shape, "scale": mean / raw(shape, 1)}
 
-    params = rule(m.mean, m.mean_square)
+    params = rule(m.mean, m.variance)
     shape = params[name]
     # _solve returns an end itself where there is no root, so equality is exact
     if shape in (low, high):
         return Solution(params, dict.fromkeys(params, math.nan), (Flag.BOUNDARY,))
     if shape <= regular:
         return Solution(params, dict.fromkeys(params, math.nan), (Flag.TAIL,))
-    return Solution(params, delta_method(rule, lambda order: raw(shape, order), m))
+    first, second, third, fourth = (raw(shape, order) for order in (1, 2, 3, 4))
+    spread = math.sqrt(second - first**2)
+    skewness = (third - 3 * first * second + 2 * first**3) / spread**3
+    kurtosis = (fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4) / spread**4
+    return Solution(params, delta_method(rule, skewness, kurtosis, m))

@@ -49,7 +49,7 @@ class Reflected(rv_continuous):
     def _stats(self, c: NDArray[Any], *_: Any, **__: Any) -> tuple[Any, Any, Any, Any]:  # type: ignore[override]
         mean, variance = self._magnitude.stats(c, moments="mv")
         # SciPy says NaN where the mean square is infinite
-        square = np.nan_to_num(variance + np.square(mean), nan=np.inf)
+        square = np.nan_to_num(variance + np.square(mean), nan=np.inf, posinf=np.inf)
         return np.where(np.isfinite(mean), 0.0, np.nan), square, None, None
 
     def _rvs(self, c: NDArray[Any], size: Any = None, random_state: Any = None) -> Any:  # type: ignore[override]

@@ -194,8 +194,8 @@ def choose_threshold(
     FitError
         If there is no finite non-zero element.
     InputError
-        If a ratio is outside (0, 1], alpha outside (0, 1), the seed negative, or the replicates too few to reject
-        anything at alpha.
+        If a ratio is outside (0, 1], alpha outside (0, 1), the seed negative, or the replicates too few for the
+        bootstrap to reject anything at alpha.
 
     Notes
     -----
@@ -207,9 +207,12 @@ def choose_threshold(
     """
     alpha = check_number(alpha, "alpha", 0, 1)
     check_count(replicates, "replicates")
-    # the least p-value of a bootstrap is 1/(B + 1)
-    if -math.log1p(-1 / (replicates + 1)) > alpha:
-        raise InputError(f"{replicates} replicates are too few to reject at {alpha}: ask for more")
+    # the least p-value of a bootstrap is 1/(B + 1), of which the two tests together make 1 − (1 − p)²
+    if -2 * math.log1p(-1 / (replicates + 1)) > alpha:
+        least = math.ceil(-1 / math.expm1(-alpha / 2) - 1)
+        raise InputError(
+            f"{replicates} replicates are too few to reject at {alpha}: ask for at least {least}"
+        )
     check_seed(seed)
     check_count(splits, "splits")
     m = magnitudes_of(x)

@@ -45,10 +45,11 @@ class TailQuantile:
     ratio : float
         Share of all finite elements, with zeros.
     value : float
-        Magnitude by the generalized Pareto, in the gradient's unit; 0 if fewer elements are non-zero.
+        Magnitude by the generalized Pareto, in the gradient's unit; by counting, and flagged, where ties leave no more
+        elements than that beyond the threshold of the fit; 0 if fewer elements are non-zero.
     low, high : float
         Its interval: by profile likelihood of a likelihood fit, else normal for the logarithm of the excess over the
-        threshold. NaN where the fit has no standard errors.
+        threshold. NaN where the fit has no standard errors, or `value` is not by it.
     level : float
         Probability that the interval holds the magnitude.
     at : float
@@ -137,7 +138,7 @@ def tail_quantile(
     flags = list(map(str, fitted.flags + disagreement(over, fitted, threshold)))
     beyond = ratio * numel
     empirical = m.upper_quantile(round(beyond)) if beyond >= _SEEN else NAN
-    if beyond < _SEEN:
+    if beyond < _SEEN and ratio < share:
         flags.append(f"fewer than {_SEEN} elements beyond: extrapolated")
     if over.count < FEWEST:
         flags.append(f"fitted to fewer than {FEWEST} excesses")
@@ -159,6 +160,9 @@ def tail_quantile(
         # slope in ln ζ times the binomial error of ln ζ
         by_count = z * by_share * math.sqrt((1 - share) / (share * numel))
         low, high = value - math.hypot(below, by_count), value + math.hypot(above, by_count)
+    elif threshold > 0:  # a tie at it is wholly on the other side
+        value = m.upper_quantile(round(beyond))
+        flags.append("ratio not below the share beyond the threshold: counted")
     return TailQuantile(
         ratio=ratio,
         value=value,
