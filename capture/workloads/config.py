@@ -303,11 +303,11 @@ class RunConfig:
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step.
 
-        ``"constant"`` stays as it is; ``"step"`` is divided by 10 at one half and at three quarters of the run, as in
-        He et al. (2016); ``"thirds"`` is divided by 10 at each third, and once more at eight ninths, as in Gross and
-        Wilber (2016) for ImageNet; ``"milestones"`` at the recipe's; ``"cosine"`` and ``"linear"`` fall to 0 at the
-        end; ``"annealed"`` is divided by 1.01 in each of 150 parts of the run, as DeepSpeech is trained. In the first
-        :attr:`lr_warm_up` steps it rises to this from near 0.
+        ``"constant"`` stays as it is; ``"step"`` is divided by 10 at one half and at three quarters of the run (rounded
+        down, but never in the first step), as in He et al. (2016); ``"thirds"`` is divided by 10 at each third, and
+        once more at eight ninths, as in Gross and Wilber (2016) for ImageNet; ``"milestones"`` at the recipe's;
+        ``"cosine"`` and ``"linear"`` fall to 0 at the end; ``"annealed"`` is divided by 1.01 in each of 150 parts of
+        the run, as DeepSpeech is trained. In the first :attr:`lr_warm_up` steps it rises to this from near 0.
 
         Parameters
         ----------

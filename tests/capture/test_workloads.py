@@ -20,7 +20,7 @@ from support import terminal
 from support.every import every
 from support.traces import assert_same_sketch
 
-from capture.workloads import WORKLOADS, RunConfig, run, workload_info
+from capture.workloads import WORKLOADS, RunConfig, RunResult, run, workload_info
 from capture.workloads.images import load_cifar10, load_digits
 from capture.workloads.launch import RunFailedError
 from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
@@ -454,6 +454,16 @@ def test_a_run_captured_as_sketches_is_the_same_run_captured_in_full(tmp_path):
         for store in ("gradients", "sketches")
     ]
     assert sizes[1] < sizes[0] / 30
+
+
+def test_a_run_says_which_trace_it_is_captured_in(tmp_path, monkeypatch, capsys):
+    from capture import cli, workloads
+
+    for trace, said in (("run-2.zarr", "in 1 s; captured in run-2.zarr"), ("", "in 1 s")):
+        result = RunResult(losses=[2.0, 1.0], seconds=[0.5, 0.5], trace=trace)
+        monkeypatch.setattr(workloads, "run", lambda config, result=result: result)
+        cli._run(RunConfig(**DIGITS, out=tmp_path / "run.zarr"))
+        assert " ".join(capsys.readouterr().err.split()).endswith(said)
 
 
 def test_an_unknown_store_is_one_line(tmp_path):
