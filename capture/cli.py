@@ -265,9 +265,10 @@ def _run(config: RunConfig) -> RunResult:
             f", {100 * result.word_error_rate:.0f} % of words and "
             f"{100 * result.character_error_rate:.0f} % of characters wrong in unseen speech,"
         )
+    captured = f"; captured in {result.trace}" if result.trace else ""
     note(
         f"  loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}{unseen} "
-        f"in {sum(result.seconds):.0f} s; captured in {config.out}"
+        f"in {sum(result.seconds):.0f} s{captured}"
     )
     return result
 

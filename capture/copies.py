@@ -55,7 +55,7 @@ class Copies:
             Number of elements.
         """
         if self._home is not None:
-            return torch.zeros(size, device=self._home)
+            return torch.zeros(size, dtype=torch.float32, device=self._home)
         if not self._streams:
             return np.zeros(size, np.float32)
         # shares the pinned memory, and keeps it
@@ -106,8 +106,9 @@ class Copies:
         if stream is None:
             target.copy_(values)
             return
-        # without a clone the training could overwrite the gradient before it is copied; a scaled one is a copy already
-        module, held = streaming(values.device), values.clone() if scale == 1 else values
+        # without a clone the training could overwrite the gradient before it is copied; a scaled one is a copy already.
+        # Of another type it is converted here: PyTorch would do that on the host, which would wait for the values
+        module, held = streaming(values.device), values.to(torch.float32, copy=scale == 1)
         # the clone is made on the training's stream, and must not be read before
         stream.wait_stream(module.current_stream(values.device))
         with module.stream(stream):
@@ -184,4 +185,4 @@ class Copies:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    return torch.zeros(size, pin_memory=True)
+    return torch.zeros(size, dtype=torch.float32, pin_memory=True)

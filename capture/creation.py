@@ -83,7 +83,7 @@ def create_on_all(
     rank: int,
     process_group: dist.ProcessGroup | None,
     writes: bool,
-) -> Path:
+) -> tuple[Path, list[int]]:
     """Create a trace on rank 0, and look for it on all; what fails on one is raised on every rank, and none waits.
 
     Parameters
@@ -101,8 +101,10 @@ def create_on_all(
 
     Returns
     -------
-    Path
+    path : Path
         Where the trace is.
+    writers : list of int
+        Ranks that are going to write.
 
     Raises
     ------
@@ -138,8 +140,8 @@ def create_on_all(
     # the name alone comes from rank 0: the folder may be mounted elsewhere here
     made = path.with_name(message[1])
     if distributed:
-        _look(made, message[2], rank, process_group, writes)
-    return made
+        return made, _look(made, message[2], rank, process_group, writes)
+    return made, [rank] * writes
 
 
 def _meet(group: dist.ProcessGroup | None, rank: int) -> None:
@@ -179,25 +181,27 @@ def _meet(group: dist.ProcessGroup | None, rank: int) -> None:
 
 def _look(
     path: Path, digest: str, rank: int, group: dist.ProcessGroup | None, writes: bool
-) -> None:
-    """Raise on every rank if one that writes does not find the trace: each machine may have a disk of its own."""
+) -> list[int]:
+    """Return the ranks that write; raise on every rank if one of them does not find the trace."""
     problem, deadline = None, time.monotonic() + _LATE_S
-    # a shared disk shows a new file late; rank 0 has made it, and who writes nothing need not see it
+    # each machine may have a disk of its own; a shared one shows a new file late. Rank 0 has made it, and who writes
+    # nothing need not see it
     while writes and rank and _digest(path) != digest:
         if time.monotonic() > deadline:
             problem = f"rank {rank} on {platform.node()}"
             break
         time.sleep(0.1)
     # a collective: ranks that write nothing take part
-    problems: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    blind = [p for p in problems if p is not None]
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (problem, writes), group=group)
+    blind = [p for p, _ in answers if p is not None]
     if blind:
         more = f", nor do {len(blind) - 1} more" if blind[1:] else ""
         raise TraceError(
             f"rank 0 has made {path}, and {blind[0]} does not find it there{more}: give a path on a disk that all "
             "ranks share, the same on each, or capture ranks=[…] of one machine"
         )
+    return [r for r, (_, w) in enumerate(answers) if w]
 
 
 def _digest(path: Path) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -81,7 +82,8 @@ class Capture(Facts):
         Type of the stored gradients; ``"bfloat16"`` takes half the space. Sketches are always of the
         float32 values.
     total_steps : int, optional
-        Length of the run. If it is known, the trace is laid out once and need not grow.
+        Length of the run from step 0 on, in steps of the trace: with :meth:`follow` the number of exchanges. If it is
+        known, the trace is laid out once and need not grow.
     metadata : mapping of str to JSON values, optional
         Description of the run, stored with the trace.
     buffers : int
@@ -263,16 +265,12 @@ class Capture(Facts):
             )
             return path
 
-        self.path = create_on_all(create, self.path, self.rank, process_group, active)
+        self.path, writers = create_on_all(create, self.path, self.rank, process_group, active)
         # nothing has been opened yet, and the path may have got a number
         self._recorder.storage = replace(storage, path=self.path)
-        # ranks that the user names need not exist
-        captured = sorted(range(world_size) if ranks is None else ranks & {*range(world_size)})
-        if captured and captured[0] == self.rank:  # one of them says what all take
-            self._recorder.room = Room(
-                len(captured),
-                thinned=kept is not None or not (isinstance(schedule, int) and schedule == 1),
-            )
+        if self.rank in writers[:1]:  # one of them says what all take
+            every = isinstance(schedule, int | Integral) and schedule == 1
+            self._recorder.room = Room(len(writers), thinned=kept is not None or not every)
         # other ranks look at nothing, and get no hooks
         self._watch.start(self._layout.parameters if active else ())
         if self._layout.ignored and active:

@@ -471,9 +471,8 @@ class Recorder:
     def _open(self, contents: Contents) -> None:
         """Open this rank's writer."""
         storage, expected = self.storage, None
-        # a user's function is asked in the step itself, never ahead of it
-        if storage.total_steps is not None and self._schedule.known:
-            expected = self._schedule.count(storage.total_steps)
+        if storage.total_steps is not None:
+            expected = self._captured_until(storage.total_steps)
         make: Callable[..., TraceWriter] = TraceWriter
         if storage.keep is not None:
             make = partial(ThinningWriter, keep=storage.keep)
@@ -496,7 +495,9 @@ class Recorder:
                 self.bytes = float(size * sum(map(writer.size, contents.kinds)))
             if self.room is not None and self.bytes:
                 if storage.keep is not None:  # about: old steps that are kept are few
-                    expected = min(storage.keep.last, expected or storage.keep.last)
+                    last = storage.keep.last
+                    stay = self._captured_until(self._step + last) or last
+                    expected = min(stay, expected or stay)
                 said = self.room.problem(storage.path, self.bytes, expected)
                 if said:
                     warn(said)
@@ -507,6 +508,13 @@ class Recorder:
             )
         except Exception as error:
             self.stop(error)
+
+    def _captured_until(self, end: int) -> int | None:
+        """Return how many steps from this one on, which is captured, are to be; None if nobody can tell."""
+        # a user's function is asked in the step itself, never ahead of it
+        if not self._schedule.known:
+            return None
+        return max(1, self._schedule.count(end) - self._schedule.count(self._step))
 
     def _check(self) -> None:
         if self.active and self._background is not None and self._background.error is not None:

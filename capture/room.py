@@ -25,7 +25,7 @@ class Room:
     Attributes
     ----------
     ranks : int
-        Number of ranks that are captured.
+        Number of ranks that write.
     thinned : bool
         Whether the user has chosen steps; else every one is captured.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 from gradstats.errors import InputError
 
@@ -69,15 +70,17 @@ def every(n: int, start: int = 0) -> Schedule:
     Raises
     ------
     InputError
-        If n is below 1.
+        If n is below 1, or no whole number.
 
     Examples
     --------
     >>> [s for s in range(10) if s in every(4, start=1)]
     [1, 5, 9]
     """
-    if n < 1:
-        raise InputError(f"every must be at least 1 step, not {n}")
+    # here, for it imports NumPy, which `gradstats --help` does without
+    from gradstats.primitives.ratio import check_count
+
+    n = check_count(n, "every")
     return Schedule(lambda s: s >= start and (s - start) % n == 0, f"every {n} from {start}")
 
 
@@ -97,12 +100,17 @@ def at(steps: Iterable[int]) -> Schedule:
     Raises
     ------
     InputError
-        If a step is negative.
+        If a step is negative, or no whole number.
     """
+    # here, for it imports NumPy, which `gradstats --help` does without
+    from gradstats.primitives.ratio import check_count, shown
+
+    if not isinstance(steps, Iterable):
+        raise InputError(
+            f"a schedule is N for every N-th step, or a list of steps, not {shown(steps)}"
+        )
     # one look-up a step, however many steps are listed
-    chosen = frozenset(steps)
-    if any(s < 0 for s in chosen):
-        raise InputError(f"steps count from 0; got {min(chosen)}")
+    chosen = frozenset(check_count(step, "a step", 0) for step in steps)
     return Schedule(chosen.__contains__, f"at {', '.join(map(str, sorted(chosen)))}")
 
 
@@ -205,9 +213,8 @@ def recent(last: int, before: Schedule | int | Iterable[int] = ()) -> Retention:
     >>> [s for s in range(10) if not keep.outdated(s, newest=9)]
     [0, 4, 7, 8, 9]
     """
-    from gradstats.primitives.ratio import (
-        check_count,
-    )  # NumPy, which `gradstats --help` does without
+    # here, for it imports NumPy, which `gradstats --help` does without
+    from gradstats.primitives.ratio import check_count
 
     last = check_count(last, "last")
     schedule = as_schedule(before)
@@ -255,7 +262,7 @@ def as_schedule(schedule: Schedule | int | Iterable[int] | Callable[[int], bool]
     Raises
     ------
     InputError
-        If N is below 1, or a step is negative.
+        If N is below 1, a step is negative, or it is none of these.
     """
     if isinstance(schedule, Schedule):
         return schedule
@@ -263,4 +270,5 @@ def as_schedule(schedule: Schedule | int | Iterable[int] | Callable[[int], bool]
         return Schedule(
             schedule, f"asked of {getattr(schedule, '__qualname__', 'a function')}", False
         )
-    return every(schedule) if isinstance(schedule, int) else at(schedule)
+    # NumPy's integers, too
+    return every(int(schedule)) if isinstance(schedule, int | Integral) else at(schedule)

@@ -247,7 +247,7 @@ class Reports:
         return observed
 
 
-def _number(record: StepRecord | None) -> int | None:
+def _number(record: object) -> int | None:
     return getattr(record, "step", None)
 
 
@@ -266,7 +266,7 @@ def unnamed(state: ObservedState, layers: Sequence[str]) -> bool:
     bool
         True if there is a diagnosis, and all it names are numbers unknown to the trace.
     """
-    names = () if state.diagnosis is None else state.diagnosis.layers
+    names = _layers(state.diagnosis)
     # a ParameterList names its parameters by numbers, too; those the trace knows
     return len(names) > 0 and all(n.isdecimal() and n not in layers for n in names)
 
@@ -292,20 +292,24 @@ def step_columns(state: ObservedState, layers: Sequence[str]) -> dict[str, Any]:
     if record is None:
         return {}
     # a user's state may report some of these only
-    step = {name: getattr(record, name) for name in COMPRESSION if hasattr(record, name)}
-    columns: dict[str, Any] = {
-        "threshold": record.threshold,
-        "selected": record.selected,
-        "compression": step,
-    }
+    columns = _members(record, ("threshold", "selected"))
+    step = columns["compression"] = _members(record, COMPRESSION)
     # a diagnosis stays until the next one, steps later
-    if diagnosis is not None and diagnosis.step == record.step:
+    if _number(record) is not None and _number(diagnosis) == _number(record):
         # in place: columns holds this dict already
-        step |= {name: getattr(diagnosis, name) for name in ("residual_norm", "matching_rate")}
-        places = {name: i for i, name in enumerate(diagnosis.layers)}
+        step |= _members(diagnosis, ("residual_norm", "matching_rate"))
+        places = {name: i for i, name in enumerate(_layers(diagnosis))}
         rows = [places.get(name, places.get(f"module.{name}")) for name in layers]
         columns["layer_compression"] = {
-            name: np.array([np.nan if i is None else getattr(diagnosis, name)[i] for i in rows])
-            for name in LAYER_COMPRESSION
+            name: np.array([np.nan if i is None else values[i] for i in rows])
+            for name, values in _members(diagnosis, LAYER_COMPRESSION).items()
         }
     return columns
+
+
+def _members(report: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in names if hasattr(report, name)}
+
+
+def _layers(diagnosis: object) -> Sequence[str]:
+    return getattr(diagnosis, "layers", ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,8 @@ class Snapshot:
     step : int
         Number of the step.
     scalars : mapping
-        Keyword arguments of :meth:`gradstats.trace.TraceWriter.append`; a loss may be an array of one number, which is
-        on its way too.
+        Keyword arguments of :meth:`gradstats.trace.TraceWriter.append`; a loss or a learning rate may be an array of
+        one number, which is on its way too.
     arrived : callable or None
         What waits for values that are on their way from a device.
     """
@@ -275,12 +276,14 @@ class BackgroundWriter:
                         snapshot.wait()
                         with self._effort, self._copies.reading():
                             scalars = dict(snapshot.scalars)
-                            # a loss on a device comes as an array of one number, which has arrived
-                            if not isinstance(loss := scalars.get("loss", 0.0), float):
-                                scalars["loss"] = float(loss[0])
+                            # a number on a device comes as an array of one, which has arrived
+                            for name in ("loss", "learning_rate"):
+                                if not isinstance(value := scalars.get(name, 0.0), float):
+                                    scalars[name] = float(value[0])
                             self._writer.append(snapshot.step, snapshot.arrays, **scalars)
                     except Exception as error:
                         self.error = error
+                        _release(error)
                 self._free.put(snapshot)
             # after a failure the trace stays as the last good step has left it
             if self.error is None:
@@ -292,3 +295,10 @@ class BackgroundWriter:
             while not self._free.empty():  # pinned memory, or a device's
                 self._free.get()
             self._done.set()
+
+
+def _release(error: BaseException | None) -> None:
+    """Take from an error, which is kept, the variables of the functions that it left: the step's arrays are there."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

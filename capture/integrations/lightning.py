@@ -93,6 +93,7 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
                 f"gradients of {name} cannot be captured; use a single device, DDP, or ModelParallelStrategy with "
                 "fully_shard()"
             )
+        self._loss = 0.0  # of a training that failed while it accumulated
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         # the strategy's model: DDP or sharded, where pl_module is bare
         self._open(trainer.strategy.model, trainer.global_step, scaler, list(trainer.optimizers))

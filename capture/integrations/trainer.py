@@ -64,6 +64,9 @@ class TrainerCapture:
         self._comm_hook = comm_hook
         self._comm_state = comm_state
         self.capture: Capture | None = None
+        self._registered: Capture | None = (
+            None  # the state of DDP's hook, which passes on to later captures
+        )
 
     def _open(
         self, model: nn.Module, start_step: int, scaler: Scaler | None, optimizers: Any = None
@@ -79,18 +82,18 @@ class TrainerCapture:
         moved = set(self._arguments.get("kinds") or ()) & set(OF_PARAMETERS)
         # a Capture refuses an optimizer that no kind needs
         given = {"optimizer": optimizers} if moved and optimizers else {}
-        earlier, options = self.capture, scaling | given | self._arguments
+        first, options = self._registered, scaling | given | self._arguments
         if hook is None or ddp is None:
             self.capture = Capture(model=model, start_step=start_step, **options)
-        elif earlier is not None and any(state is earlier for _, state in comm_hooks(ddp)):
+        elif first is not None and any(state is first for _, state in comm_hooks(ddp)):
             # of ddp.module alone the capture would not know the group
             options = {"process_group": ddp.process_group, **options}
             # not of the DDP model, on which a Capture finds the earlier hook and refuses it
             self.capture = Capture(model=ddp.module, start_step=start_step, **options)
             self.capture.wrap(self._comm_state, hook)
-            earlier._continue_in(self.capture)
+            first._continue_in(self.capture)
         else:
-            self.capture = Capture(model=model, start_step=start_step, **options)
+            self.capture = self._registered = Capture(model=model, start_step=start_step, **options)
             ddp.register_comm_hook(*self.capture.wrap(self._comm_state, hook))
 
     def _close(self) -> None:

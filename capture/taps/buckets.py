@@ -85,13 +85,19 @@ class BucketTap(Tap):
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._copies: dict[int, _BucketCopy] = {}
         self._seen: set[int] = set()  # parameters in the buckets of a step that is recorded
+        self._reached: set[int] = (
+            set()
+        )  # parameters that the backward passes of the step have reached
+        self._passing: set[int] = (
+            set()
+        )  # those of a pass under way, and of passes before it that exchanged nothing
         self._accumulation = Accumulation(layout.parameters)
         self._applied = Applied()
         self._applied.watch(layout.parameters)
         self._late = False  # the pass adds to a gradient that an optimizer has taken
         self._follows_update = False  # the step began with a pass after an optimizer's step
         self._user_ends = False  # whether capture.step() is ever called
-        self._reached = False  # whether the hook was ever called
+        self._called = False  # whether the hook was ever called
         self._passed = 0  # backward passes that ended without the hook
         if recorder.scaler is None:
             recorder.scaler = scaler_of(state)
@@ -117,6 +123,8 @@ class BucketTap(Tap):
             if self._accumulation.exchange(bucket):
                 self._begin_step()
             self._check_sync()
+            if not self._recorder.active:  # it has stopped, and gives its memory back
+                self._copies.clear()
             # before the hook, which may change the bucket in place
             if self._recorder.arrays and not self._late:
                 self._copy(bucket)
@@ -158,6 +166,7 @@ class BucketTap(Tap):
             else:
                 # the step goes on: DDP sends its sum again
                 self._recorder.reopen()
+        self._passing.add(id(parameter))
         if self._accumulation.carried and not self._late:
             slot = self._layout.slots.get(id(parameter))
             if slot is not None:
@@ -165,8 +174,11 @@ class BucketTap(Tap):
 
     def _leave(self) -> None:
         """End a backward pass that did not fail."""
-        if self._accumulation.leave() and self._recorder.phase is Phase.OPEN:
-            self._recorder.sent()  # DDP may have skipped its last buckets
+        if self._accumulation.leave():
+            self._reached |= self._passing
+            self._passing.clear()
+            if self._recorder.phase is Phase.OPEN:
+                self._recorder.sent()  # DDP may have skipped its last buckets
 
     def end(
         self,
@@ -208,7 +220,7 @@ class BucketTap(Tap):
     def close(self) -> None:
         """End the step in progress; warn if the hook was never called."""
         super().close()
-        if self._passed and not self._reached:
+        if self._passed and not self._called:
             path = self._recorder.storage.path
             warn(
                 f"{path}: the hook that capture.wrap() returned saw no gradient in {self._passed} backward passes: "
@@ -222,7 +234,8 @@ class BucketTap(Tap):
                 self._drop(_UNAPPLIED)
             else:
                 self._conclude()
-        self._reached = True
+        self._called = True
+        self._reached.clear()
         self._late = self._follows_update = False
         self._applied.begin()
         self._seen.clear()
@@ -241,6 +254,7 @@ class BucketTap(Tap):
             elif self._user_ends:
                 self._drop(_UNAPPLIED)
         super().finish()
+        self._copies.clear()  # with the writer's memory: DDP holds the hook as long as it lives
 
     def _drop(self, why: str) -> None:
         """Forget the exchange in progress: it became no step of the optimizer's."""
@@ -282,7 +296,7 @@ class BucketTap(Tap):
                 self._recorder.absent(layer.slice)
             elif id(parameter) in self._seen:
                 continue
-            elif self._watch.reached(parameter):
+            elif id(parameter) in self._reached:
                 self._recorder.absent(layer.slice)
                 unseen.append(layer.name)
             else:

@@ -117,8 +117,10 @@ class Layout:
             if parameter is None or _shape(parameter) != layer.shape:
                 continue
             i = self.names.index(layer.name)
-            # another tensor may get the identity of this one
-            del self.slots[id(self.parameters[i])]
+            # another tensor may get the identity of this one; unless it is in another layer's place already, as where
+            # two have changed places
+            if self.slots.get(id(self.parameters[i])) == layer.slice:
+                del self.slots[id(self.parameters[i])]
             self.parameters[i] = parameter
             self.slots[id(parameter)] = layer.slice
             self._trainable.add(id(parameter))

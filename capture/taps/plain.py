@@ -92,7 +92,7 @@ class PlainTap(Tap):
                 self._conclude(loss, learning_rate)
             except BaseException:
                 recorder.drop()
-                self._watch.restart(self._layout.parameters)  # the next step is another one
+                self._restart(source)  # the next step is another one
                 raise
         else:
             recorder.misplaced()
@@ -101,7 +101,7 @@ class PlainTap(Tap):
                 recorder.skip()
             else:
                 recorder.drop()  # an optimizer's closure has begun it
-        self._watch.restart(self._layout.parameters)
+        self._restart(source)
 
     def before_update(self) -> None:
         """Begin the step of the trace: :meth:`end` comes after the optimizer's step."""
@@ -115,6 +115,11 @@ class PlainTap(Tap):
         """Return the model whose gradients are copied."""
         return self._layout.model if model is None else module_of(model)
 
+    def _restart(self, source: torch.nn.Module) -> None:
+        """Take note that the gradients which are there now are old."""
+        other = () if source is self._layout.model else source.parameters()
+        self._watch.restart([*self._layout.parameters, *other])
+
     def _take_replaced(self) -> None:
         """Go on with the parameters that have taken the place of others: a new head, a layer made anew."""
         self._watch.add(self._layout.adopt())
@@ -123,15 +128,15 @@ class PlainTap(Tap):
         self, source: torch.nn.Module, slots: Mapping[int, slice], wanted: bool
     ) -> bool:
         """Tell whether the gradients are of a backward pass since the last step."""
-        own = source is self._layout.model
+        if source is not self._layout.model:
+            # nobody watches its backward passes: what was there at the last end of a step tells old from new
+            own = (p for p in source.parameters() if id(p) in slots and p.grad is not None)
+            return not all(map(self._watch.old, own))
         parameters = self._layout.parameters
-        if not own:
-            parameters = [p for p in source.parameters() if id(p) in slots]
         # values are looked at where they are needed, and not where DDP wrote them after the backward pass
-        shallow = self._watch.fired and (not wanted or self._ddp is not None)
-        if own and not shallow:
-            return self._watch.has_gradient(parameters)
-        return any(p.grad is not None for p in parameters)
+        if self._watch.fired and (not wanted or self._ddp is not None):
+            return any(p.grad is not None for p in parameters)
+        return self._watch.has_gradient(parameters)
 
     def _check_scaler(self) -> None:
         """Refuse gradients that the scaler has unscaled."""

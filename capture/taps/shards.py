@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,14 +201,24 @@ class ShardTap(PlainTap):
             weakref.WeakMethod(self._on_exchange),
             weakref.WeakMethod(self._on_reduce),
         )
+        self._removes: list[Callable[[], None]] = []
         if sharding.hook is not None and {"gradient", "corrected"} & set(written):
-            sharding.hook.observers.append(lambda *exchange: _call(exchanged, *exchange))
+            observers, observer = sharding.hook.observers, partial(_call, exchanged)
+            observers.append(observer)
+            self._removes.append(partial(observers.remove, observer))
         if "local" in written:
-            _see_reductions(sharding.units, lambda *reduction: _call(reduced, *reduction))
+            self._removes += _see_reductions(sharding.units, partial(_call, reduced))
 
     def check(self) -> None:
         """Refuse a hook that was registered after the capture was made."""
         self._sharding.check()
+
+    def finish(self) -> None:
+        """End the step in progress, and leave the model as it was."""
+        super().finish()
+        for remove in self._removes:
+            remove()
+        self._removes.clear()
 
     def _contents(self, kinds: Sequence[Kind]) -> Contents:
         return self._sharding.part(super()._contents(kinds))
@@ -328,8 +339,9 @@ def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> N
 
 def _see_reductions(
     sharded: Sequence[Unit], on_reduce: Callable[[Unit, torch.Tensor], None]
-) -> None:
-    """Call a function with every unit, and what it is about to reduce."""
+) -> list[Callable[[], None]]:
+    """Call a function with every unit, and what it is about to reduce; return what ends that."""
+    wrapped = []
     for unit in sharded:
         if unit.shards < 2:
             raise InputError(
@@ -338,8 +350,9 @@ def _see_reductions(
         if not hasattr(unit.module, "set_custom_reduce_scatter"):
             raise InputError("kind 'local' needs a newer PyTorch, with set_custom_reduce_scatter()")
         # what is registered already, or FSDP2's own, goes on reducing
-        inner = reduce_scatter(unit.group)
-        unit.module.set_custom_reduce_scatter(_ReduceScatter(inner, unit, on_reduce))
+        wrapped.append(_ReduceScatter(reduce_scatter(unit.group), unit, on_reduce))
+        unit.module.set_custom_reduce_scatter(wrapped[-1])
+    return [each.remove for each in wrapped]
 
 
 class _ReduceScatter:
@@ -351,6 +364,11 @@ class _ReduceScatter:
         self._inner = inner
         self._unit = unit
         self._on_reduce = on_reduce
+
+    def remove(self) -> None:
+        # not where something else has been put around it
+        if reduce_scatter(self._unit.group) is self:
+            self._unit.module.set_custom_reduce_scatter(self._inner)
 
     def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
         # FSDP2 takes the memory for the result from the same object

@@ -125,7 +125,7 @@ class BackwardWatch:
         if self.fired:
             new = any(self._untouched(p) for p in present)
         else:  # set by hand, perhaps
-            present = [p for p in present if not self._old(p)]
+            present = [p for p in present if not self.old(p)]
             new = False
         # values last: on a device each look waits for it
         return new or any(bool(_values(p).any()) for p in present)
@@ -146,7 +146,14 @@ class BackwardWatch:
         assert parameter.grad is not None
         return self._versions.get(id(parameter)) == version(parameter.grad)
 
-    def _old(self, parameter: torch.Tensor) -> bool:
+    def old(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter's gradient is one that :meth:`restart` has seen, and as it was then.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            A parameter that has a gradient.
+        """
         assert parameter.grad is not None
         reference, before = self._known.get(id(parameter), (None, -1))
         return (

@@ -303,11 +303,11 @@ class RunConfig:
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step.
 
-        ``"constant"`` stays as it is; ``"step"`` is divided by 10 at one half and at three quarters of the run, as in
-        He et al. (2016); ``"thirds"`` is divided by 10 at each third, and once more at eight ninths, as in Gross and
-        Wilber (2016) for ImageNet; ``"milestones"`` at the recipe's; ``"cosine"`` and ``"linear"`` fall to 0 at the
-        end; ``"annealed"`` is divided by 1.01 in each of 150 parts of the run, as DeepSpeech is trained. In the first
-        :attr:`lr_warm_up` steps it rises to this from near 0.
+        ``"constant"`` stays as it is; ``"step"`` is divided by 10 at one half and at three quarters of the run (rounded
+        down, but never in the first step), as in He et al. (2016); ``"thirds"`` is divided by 10 at each third, and
+        once more at eight ninths, as in Gross and Wilber (2016) for ImageNet; ``"milestones"`` at the recipe's;
+        ``"cosine"`` and ``"linear"`` fall to 0 at the end; ``"annealed"`` is divided by 1.01 in each of 150 parts of
+        the run, as DeepSpeech is trained. In the first :attr:`lr_warm_up` steps it rises to this from near 0.
 
         Parameters
         ----------
@@ -322,7 +322,8 @@ class RunConfig:
         steps = self.setting("steps")
         factor: float = {
             "constant": 1.0,
-            "step": 0.1 ** ((step >= steps // 2) + (step >= 3 * steps // 4)),
+            # rounded down, but never the first step
+            "step": 0.1 ** sum(step >= max(1, part * steps // 4) for part in (2, 3)),
             # in ninths, as whole numbers: exact for any number of steps
             "thirds": 0.1 ** sum(9 * step >= part * steps for part in (3, 6, 8)),
             "milestones": 0.1 ** sum(step >= m * steps for m in self._recipe.get("milestones", ())),
@@ -682,6 +683,7 @@ class Training:
     warm_up: int
 
 
+# Size: all that a run leaves behind besides its trace, measured or counted.
 @dataclass(slots=True)
 class RunResult:
     """Result of a run, as rank 0 saw it.
@@ -714,6 +716,9 @@ class RunResult:
         Number of trainable parameters of the model.
     checksum : float
         Sum of the final parameters in float64, to compare runs bit by bit.
+    trace : str
+        Trace that the run is captured in, which may have got a number; that of its last part for a resumed run. Empty
+        if there is none.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -728,3 +733,4 @@ class RunResult:
     diagnoses: list[dict[str, Any]] = field(default_factory=list)
     numel: int = 0
     checksum: float = 0.0
+    trace: str = ""

@@ -54,15 +54,19 @@ def launch(config: RunConfig) -> RunResult:
         If a rank fails; the other ranks are stopped.
     """
     config.check()
-    return start(config.nproc, _over_loopback, config)[0]
+    # the ranks meet in a file: a store of PyTorch's that is a server would listen on every interface
+    with tempfile.TemporaryDirectory(prefix="gradstats-store-") as folder:
+        return start(config.nproc, _over_loopback, config, os.path.join(folder, "store"))[0]
 
 
-def _over_loopback(config: RunConfig) -> RunResult:
+def _over_loopback(config: RunConfig, file: str) -> RunResult:
+    import torch.distributed as dist
+
     from capture.workloads.training import worker
 
     # a user's own choice stays
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return worker(config)
+    return worker(config, dist.FileStore(file, config.nproc))  # type: ignore[attr-defined]
 
 
 def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
@@ -91,24 +95,21 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # RunFailedError says what failed in one line; the agent's tables of tracebacks would bury it.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    for name in ("torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).disabled = True
     # One process imports what every rank needs, and the ranks are forked from it. They are then not children of this
     # process, and must watch it themselves to end with it.
     forked = hasattr(os, "pidfd_open")
     multiprocessing.set_forkserver_preload(["capture.workloads.forked"])
-    with tempfile.TemporaryDirectory(prefix="gradstats-run-") as logs:
+    with _settings_of_a_launch(), tempfile.TemporaryDirectory(prefix="gradstats-run-") as logs:
         launcher = elastic_launch(
             LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
                 nproc_per_node=nproc,
                 run_id=uuid.uuid4().hex,
-                # torchrun's rendezvous on a free port of the loopback interface
+                # torchrun's rendezvous in a file, not at a server that would listen on every interface
                 rdzv_backend="c10d",
-                rdzv_endpoint="127.0.0.1:0",
+                rdzv_endpoint=os.path.join(logs, "rendezvous"),
+                rdzv_configs={"store_type": "file"},
                 local_addr="127.0.0.1",
                 start_method="forkserver" if forked else "spawn",
                 # a failure is reported, not tried again
@@ -134,6 +135,34 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
             raise RunFailedError(f"rank {rank} failed: {why}") from error
     # in the order of ranks, whatever the order in which they ended
     return [results[rank] for rank in range(nproc)]
+
+
+@contextmanager
+def _settings_of_a_launch() -> Iterator[None]:
+    """Set what torchrun's agent takes from this process, and restore it: it is the caller's."""
+    # the first keeps the agent from making a store for the ranks, which would listen on every interface; the agent
+    # itself sets the second
+    share = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    variables = {each: os.environ.get(each) for each in (share, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    # RunFailedError says what failed in one line; the agent's tables of tracebacks would bury it
+    distributed = logging.getLogger("torch.distributed")
+    names = ("torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn")
+    loggers = {each: each.disabled for each in map(logging.getLogger, names)}
+    level = distributed.level
+    try:
+        os.environ[share] = "1"
+        distributed.setLevel(logging.CRITICAL)
+        for each in loggers:
+            each.disabled = True
+        yield
+    finally:
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        distributed.setLevel(level)
+        for each, disabled in loggers.items():
+            each.disabled = disabled
 
 
 def _rank(

@@ -89,6 +89,9 @@ def backward_pass(
             outputs = model(*inputs)
             # the scores come first, lengths or a state follow
             scores = outputs[0] if isinstance(outputs, tuple) else outputs
+            # of a single score, which is a logit against none, the softmax would be 1 whatever the model
+            if scores.shape[-1] == 1:
+                scores = torch.cat([scores, torch.zeros_like(scores)], -1)
             loss = -scores.log_softmax(-1)[..., 0].mean()
             # the time before the first layer's gradient is that layer's
             last = time.perf_counter()

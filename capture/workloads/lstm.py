@@ -5,6 +5,8 @@ Source: Abdelmoniem et al. 2021 (SIDCo), table 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -94,6 +96,12 @@ class _Reader:
         self._state = (state[0].detach(), state[1].detach())
         return F.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._state}
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        self._state = content["state"]
+
 
 def make_model(config: RunConfig) -> WordLSTM:
     """Build the model of a run.
@@ -160,4 +168,5 @@ def make_task(config: RunConfig, rank: int) -> Task:
             losses = torch.stack([unseen.loss(network, w) for w in windows])
         return {"perplexity": float(losses.mean().exp())}
 
-    return Task(make_model(config), reader.loss, None if unseen is None else perplexity)
+    evaluate = None if unseen is None else perplexity
+    return Task(make_model(config), reader.loss, evaluate, carried=reader)

@@ -5,10 +5,13 @@ Source: Williams 1992 (REINFORCE); Barto, Sutton and Anderson 1983 for the cart,
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
 from capture.workloads.config import RunConfig
+from capture.workloads.sharding import whole
 from capture.workloads.task import Task, generator
 
 __all__ = ["Policy", "example", "make_model", "make_task"]
@@ -75,8 +78,14 @@ def example(config: RunConfig) -> tuple[Tensor]:
 def make_task(config: RunConfig, rank: int) -> Task:
     """Build the model and this rank's carts, one a sample of the batch."""
     model, count = make_model(config), config.setting("batch_size")
+    # plays the episodes: these end at different steps, so that ranks call it in different numbers, and neither DDP nor
+    # a sharded model may be called like that
+    actor = copy.deepcopy(model)
 
     def loss(network: nn.Module, step: int) -> Tensor:
+        with torch.no_grad():
+            for mine, trained in zip(actor.parameters(), model.parameters(), strict=True):
+                mine.copy_(whole(trained))
         random = generator(config.seed, step, rank + 1)
         state = 0.1 * torch.rand(count, 4, generator=random) - 0.05
         up = torch.ones(count, dtype=torch.bool)
@@ -84,8 +93,7 @@ def make_task(config: RunConfig, rank: int) -> Task:
         pushes, alive = [], []
         while up.any() and len(states) < _LONGEST:
             with torch.no_grad():
-                # not in DDP: episodes end at different steps, and ranks pass here in different numbers
-                right = torch.rand(count, generator=random) < model(state).softmax(1)[:, 1]
+                right = torch.rand(count, generator=random) < actor(state).softmax(1)[:, 1]
             states.append(state)
             pushes.append(right.long())
             alive.append(up)

@@ -46,7 +46,7 @@ class Checkpoint:
     model : torch.nn.Module
         Model that is trained.
     states : list of object
-        Optimizers and the hook's state: what has ``state_dict`` and ``load_state_dict``.
+        Optimizers, the hook's state, what the data carry along: what has ``state_dict`` and ``load_state_dict``.
     result : RunResult
         The rank's result, which is restored in place.
     """

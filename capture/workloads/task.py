@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +33,15 @@ class Task:
     evaluate : callable or None
         Function of the model, which returns measures on unseen data by their names in :class:`RunResult`; None if
         there are no such data.
+    carried : object
+        What a step leaves for the next one besides the model; it has ``state_dict`` and ``load_state_dict``. None if
+        nothing does.
     """
 
     model: torch.nn.Module
     loss: Callable[[torch.nn.Module, int], torch.Tensor]
     evaluate: Callable[[torch.nn.Module], dict[str, float]] | None = None
+    carried: Any = None
 
 
 def check_batch(config: RunConfig, count: int, what: str) -> int:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from capture.creation import Overwrite
 from capture.facade import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import DENSE, RunConfig, RunResult
@@ -40,13 +41,15 @@ _GROUPS: list[dist.ProcessGroup | None] = []
 have run: the last to let go of a group ends its threads, and a thread that would end itself aborts the process."""
 
 
-def worker(config: RunConfig) -> RunResult:
+def worker(config: RunConfig, store: Any = None) -> RunResult:
     """Train as one rank; torchrun's environment variables say which.
 
     Parameters
     ----------
     config : RunConfig
         Settings of the run, checked.
+    store : torch.distributed.Store, optional
+        Where the ranks meet; at the address in the environment variables if None.
 
     Returns
     -------
@@ -58,7 +61,11 @@ def worker(config: RunConfig) -> RunResult:
     torch.use_deterministic_algorithms(True)
     # before the model is made: all ranks begin with the same weights
     torch.manual_seed(config.seed)
-    dist.init_process_group("gloo")
+    if store is None:
+        dist.init_process_group("gloo")
+    else:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=config.nproc)
     _GROUPS.append(dist.group.WORLD)
     try:
         return _train(config)
@@ -109,7 +116,7 @@ def _train(config: RunConfig) -> RunResult:
         compression = state if isinstance(state, CompressionState) else None
         optimizers = make_optimizers(config, ddp)
         if config.checkpoint is not None:
-            states = [*optimizers, *([] if compression is None else [compression])]
+            states = [each for each in (*optimizers, compression, task.carried) if each is not None]
             checkpoint = Checkpoint(config, ddp, states, result)
             # after the optimizers and the state are made, and before the Capture, which numbers its steps from here
             first = checkpoint.load()
@@ -121,6 +128,8 @@ def _train(config: RunConfig) -> RunResult:
         network = ddp
     training = config.training()
     clip = training.clip if training.clip_kind == "averaged" else None
+    if capture is not None:
+        result.trace = str(capture.path)
     result.numel = sum(p.numel() for p in network.parameters() if p.requires_grad)
     steps = config.setting("steps")
     recorded = diagnosed = None
@@ -254,8 +263,15 @@ def _make_capture(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     first: int = 0,
 ) -> Capture | None:
-    if config.out is None:
+    steps = config.setting("steps")
+    # a finished run that is repeated has no step to capture
+    if config.out is None or first >= steps:
         return None
+    # what was captured before a run was stopped stays, also where that was before its first checkpoint; what comes then
+    # is a trace beside it
+    overwrite: Overwrite = config.overwrite and not first
+    if config.checkpoint is not None and not overwrite:
+        overwrite = "number"
     moved = set(OF_PARAMETERS) & set(config.kinds or ())
     return Capture(
         config.out,
@@ -266,11 +282,11 @@ def _make_capture(
         optimizer=list(optimizers) if moved else None,
         store=config.store,
         dtype=config.dtype,
-        total_steps=config.setting("steps"),
+        # under local steps a step of the trace is an exchange
+        total_steps=steps // (config.local_steps or 1),
         metadata=config.metadata(),
         compress=config.compress,
-        # what was captured before a run was stopped stays; what comes then is a trace beside it
-        overwrite="number" if first else config.overwrite,
+        overwrite=overwrite,
         start_step=first,
     )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
+import weakref
 from importlib.metadata import version
 
 import numpy as np
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from support.traces import train
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from workers import hook as cases
 
 from capture import Capture, CaptureWarning, at, every, logarithmic, recent
@@ -292,6 +296,13 @@ def test_schedules():
     assert every(3).count(10) == 4
     assert [s for s in range(9) if s in as_schedule([7, 2])] == [2, 7]
     assert as_schedule(at([1])).description == "at 1"
+    assert as_schedule(np.int64(4)).description == "every 4 from 0"
+    assert [s for s in range(9) if s in as_schedule(np.arange(2, 4))] == [2, 3]
+    for wrong in (10.0, None, [1.5], torch.arange(3), ["2"], np.int64(0), "10"):
+        with pytest.raises(InputError):
+            as_schedule(wrong)
+    with pytest.raises(InputError, match="whole number"):
+        every(2.5)
     assert [s for s in range(9) if s in at([0])] == [0]
     assert at([3, 0]).description == "at 0, 3"
     assert [s for s in range(9) if s in every(3, start=5)] == [5, 8]  # and not 2
@@ -361,6 +372,7 @@ def _captured_conv(path, net, copied, **options):
             with torch.no_grad():
                 for p in net.parameters():
                     p -= 0.1 * p.grad
+    assert not capture._tap._copies  # nor the writer's memory, while DDP holds the hook
     return open_trace(path)
 
 
@@ -379,6 +391,34 @@ def test_a_bucket_is_copied_in_one_go_where_that_is_the_same(
         for kind in ("gradient", "corrected"):
             assert np.array_equal(together.read(step, 0, kind), expected.read(step, 0, kind))
     assert not np.array_equal(expected.read(3), expected.read(3, 0, "corrected"))
+
+
+def test_a_capture_that_stops_gives_its_memory_back(tmp_path, one_rank, monkeypatch):
+    def full(*_, **__):
+        raise TraceError("the disk is full")
+
+    monkeypatch.setattr(TraceWriter, "append", full)
+    net = nn.Linear(8, 8)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    capture = Capture(tmp_path / "a.zarr", ddp)
+    ddp.register_comm_hook(*capture.wrap(None, allreduce_hook))
+    arrays = []
+
+    def step():
+        ddp(torch.ones(1, 8)).sum().backward()
+        arrays.extend(map(weakref.ref, capture._recorder.arrays.values()))
+        capture.step()
+
+    step()
+    while capture._recorder._background.error is None:
+        time.sleep(0.01)
+    with pytest.warns(CaptureWarning, match="the disk is full"):
+        step()
+    capture._recorder._background._done.wait()
+    gc.collect()
+    assert arrays
+    assert not any(array() is not None for array in arrays)
+    capture.close()
 
 
 def test_a_bucket_with_holes_in_the_trace_is_copied_parameter_by_parameter(tmp_path, one_rank):

@@ -32,6 +32,7 @@ class Streams:
         class Deferred(TorchFunctionMode):
             def __torch_function__(self, function, types, arguments=(), options=None):
                 if function.__name__ == "copy_" and (options or {}).pop("non_blocking", False):
+                    assert arguments[0].dtype == arguments[1].dtype  # else the host would wait
                     assert later.log[-1] == "ordered"  # what the training does to it comes first
                     later.pending.append((arguments, function))
                     later.begun += 1
@@ -93,6 +94,31 @@ def test_a_copy_is_of_the_gradient_as_it_was(streams):
     assert place.tolist() == [0.5] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_memory_is_float32_whatever_the_default_and_the_gradient_are(streams, monkeypatch, dtype):
+    monkeypatch.undo()
+    made = []
+    # without a device there is no memory to pin
+    monkeypatch.setattr(torch, "zeros", lambda *a, **o: made.append(o["dtype"]))
+    copies._pinned(3)
+    monkeypatch.undo()
+    assert made == [torch.float32]
+    monkeypatch.setattr(copies, "streaming", lambda device: streams.module())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None, raising=False)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        place = copies.Copies([torch.device("cpu")], stay=True).zeros(3)
+    finally:
+        torch.set_default_dtype(before)
+    assert place.dtype == torch.float32
+    host = copies.Copies([torch.device("cpu")])
+    place = np.zeros(3, np.float32)
+    host.copy(torch.tensor([1.0, -2.0, 3.0], dtype=dtype), place)
+    host.mark()()
+    assert place.tolist() == [1, -2, 3]
+
+
 def test_what_is_in_memory_is_copied_at_once():
     host = copies.Copies([torch.device("cpu")])
     place = host.zeros(2)
@@ -118,8 +144,8 @@ def train(path, *, fails=False, **options):
                 )
                 with broken, pytest.raises(ValueError, match="it failed"):
                     capture.step(loss=loss)
-            else:
-                capture.step(loss=loss)
+            else:  # a capturable optimizer's learning rate is on the device, too
+                capture.step(loss=loss, learning_rate=torch.tensor(0.1 * (step + 1)))
             if not (fails and step == 1):  # a step that failed does not count
                 parts = [
                     torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()
@@ -148,6 +174,8 @@ def test_a_trace_is_the_same(streams, tmp_path, fails, monkeypatch):
     here = open_trace(tmp_path / "here.zarr")
     assert here.steps() == there.steps()
     assert np.array_equal(here.scalars()["loss"], there.scalars()["loss"])
+    rates = there.scalars()["learning_rate"]
+    np.testing.assert_allclose(rates, [0.1, 0.3, 0.4] if fails else [0.1, 0.2, 0.3, 0.4])
 
 
 def test_sketches_are_made_where_the_gradient_is(streams, tmp_path, monkeypatch):

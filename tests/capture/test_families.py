@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from capture.workloads import RunConfig, gpt, graph, lora, moe, policy, recommender, run
-from capture.workloads.layouts import layout
+from capture.workloads.layouts import backward_pass, layout
 from capture.workloads.optimizers import make_optimizers
 from gradstats import open_trace
 
@@ -38,6 +38,8 @@ def task_of(name, rank=0, **settings):
 def test_a_training_learns_and_is_what_its_seed_says(name, monkeypatch):
     monkeypatch.setattr(lora, "_FIRST_STEPS", 20)
     _, steps, share = FAMILIES[name]
+    gradient, _ = backward_pass(name, repeats=1, batch_size=FAMILIES[name][0].get("batch_size"))
+    assert any(values.any() for values in gradient.values())
     config, task = task_of(name, steps=steps)
     trained = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
     assert [r["layer"] for r in layout(name, **FAMILIES[name][0])] == [*trained]

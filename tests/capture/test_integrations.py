@@ -392,13 +392,27 @@ def test_huggingface_begins_again(tmp_path):
 
 
 def test_lightning_begins_again(tmp_path):
-    """Folds, or a second fit(): a trace for each."""
+    """Folds, or a second fit(): a trace for each, and nothing of one that failed while it accumulated."""
     from lightning.pytorch import Trainer
 
     from capture.integrations.lightning import CaptureCallback
 
     callback = CaptureCallback(tmp_path / "a.zarr")
     settings = cases.SETTINGS | {"max_steps": 3}
+    module = cases.module()
+    micro_step, losses = module.training_step, []
+
+    def fail_in_the_second(batch):
+        if losses:
+            raise ArithmeticError("lost")
+        losses.append(micro_step(batch))
+        return losses[0]
+
+    module.training_step = fail_in_the_second
+    with pytest.raises(ArithmeticError, match="lost"):
+        Trainer(callbacks=[callback], accumulate_grad_batches=2, **settings).fit(
+            module, cases.loader()
+        )
     Trainer(callbacks=[callback], **settings).fit(cases.module(), cases.loader())
     again = Trainer(callbacks=[callback], **settings)
     with pytest.warns(CaptureWarning, match=r"captured in .*a-2\.zarr"):
@@ -406,11 +420,12 @@ def test_lightning_begins_again(tmp_path):
     first, second = (gradstats.open_trace(tmp_path / n) for n in ("a.zarr", "a-2.zarr"))
     assert first.steps() == second.steps() == [0, 1, 2]
     assert np.array_equal(first.read(2), second.read(2))
+    assert np.array_equal(first.scalars()["loss"], second.scalars()["loss"])
     assert callback.capture.path == tmp_path / "a-2.zarr"
 
 
 def begins_again(rank, world, folder):
-    """Begin a training twice with one DDP model, compiled the second time, and the hook that it has already."""
+    """Begin a training three times with one DDP model, once compiled, and the hook that it has already."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -420,7 +435,7 @@ def begins_again(rank, world, folder):
     ddp = DistributedDataParallel(net)
     callback = TrainerCapture(f"{folder}/run.zarr", comm_hook=allreduce_hook)
     gradients = []
-    for model in (ddp, torch.compile(ddp, backend="eager")):
+    for model in (ddp, torch.compile(ddp, backend="eager"), ddp):
         callback._open(model, 0, None)
         rows = cases.tokens()[8 * rank :][:8]
         net.zero_grad()
@@ -438,7 +453,7 @@ def begins_again(rank, world, folder):
 @pytest.mark.distributed
 def test_one_ddp_model_is_trained_again_and_torch_compile_hides_none(tmp_path):
     for rank, gradients in enumerate(run_ranks(2, begins_again, str(tmp_path))):
-        for name, gradient in zip(("run", "run-2"), gradients, strict=True):
+        for name, gradient in zip(("run", "run-2", "run-3"), gradients, strict=True):
             agree(gradstats.open_trace(tmp_path / f"{name}.zarr").read(0, rank), gradient)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 
 from capture.recorder import CaptureWarning, Contents, Phase, Recorder, Storage
-from capture.schedule import Schedule
+from capture.schedule import Schedule, every, recent
+from capture.writer import ThinningWriter
 from gradstats import open_trace
-from gradstats.trace import Layer, create_trace
+from gradstats.trace import Layer, TraceWriter, create_trace
 
 CONTENTS = Contents(("gradient",), frozenset({torch.device("cpu")}))
 WHOLE = slice(0, 3)
@@ -86,6 +90,36 @@ def test_a_step_with_a_loss_that_is_no_number_goes_on(recorder):
         recorder.commit(loss=loss)
     recorder.close()
     assert np.nan_to_num(open_trace(recorder.storage.path).scalars()["loss"]).tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "total", "first", "keep", "rows", "room"),
+    [
+        (every(10), 100, 0, None, 10, 10),
+        (every(10), 100, 40, None, 6, 6),  # a resumed run
+        (every(100), None, 0, 200, None, 2),
+        (every(100), None, 300, 200, None, 2),
+        (every(1), 100, 90, 200, 10, 10),
+        (Schedule(lambda step: True, "asked", known=False), 500, 0, 200, None, 200),
+        (every(10), 5, 20, None, 1, 1),  # longer than was said
+    ],
+)
+def test_as_many_steps_are_expected_as_come(tmp_path, schedule, total, first, keep, rows, room):
+    path = tmp_path / "a.zarr"
+    create_trace(path, [Layer("w", 0, (3,))], world_size=1)
+    kept = None if keep is None else recent(keep)
+    storage = Storage(path, 0, "gradients", "float32", False, 4, total, kept)
+    made, asked = Recorder(storage, schedule, first, None, True), []
+    made.room = SimpleNamespace(problem=lambda path, size, steps: asked.append(steps))
+    with (
+        patch("capture.recorder.TraceWriter", wraps=TraceWriter) as plain,
+        patch("capture.recorder.ThinningWriter", wraps=ThinningWriter) as thinning,
+    ):
+        begin(made, 1.0)
+    made.drop()
+    made.close()
+    (call,) = (plain if keep is None else thinning).call_args_list
+    assert (call.kwargs["expected_steps"], asked) == (rows, [room])
 
 
 def test_kinds_that_are_not_written_are_not_copied(recorder):

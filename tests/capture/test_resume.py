@@ -6,11 +6,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 import gradstats
+from capture import CaptureWarning
 from capture.workloads import RunConfig, run
 from capture.workloads.launch import RunFailedError
 from capture.workloads.resume import result_so_far
+from capture.workloads.training import _train
 from gradstats.errors import InputError
 
 BASE = RunConfig(workload="resnet20-digits", steps=6, batch_size=8, ratio=0.01, diagnose_every=2)
@@ -85,3 +88,34 @@ def test_other_settings_and_damaged_checkpoints_are_one_line(tmp_path):
 def test_what_cannot_go_on_is_refused(tmp_path, changes, message):
     with pytest.raises(InputError, match=message):
         BASE.replace(checkpoint=tmp_path, **changes).check()
+
+
+def test_a_text_is_read_on_and_traces_are_told_apart(tmp_path, one_rank):
+    """What an LSTM carries from window to window is in the checkpoint; a run that is repeated loses no trace."""
+
+    def trained(**settings):
+        torch.manual_seed(0)
+        return _train(config.replace(**settings))
+
+    config = RunConfig(workload="lstm-pydoc", nproc=1, steps=3, batch_size=2, hidden=8, vocab=20)
+    config = config.replace(every=1, compressor="topk", ratio=0.1, evaluate=False)
+    whole = trained()
+    assert whole.trace == ""
+    out = tmp_path / "run.zarr"
+    kept = {"checkpoint": tmp_path / "run", "out": out, "checkpoint_every": 4}
+    assert trained(**kept).trace == str(out)
+    kept["checkpoint_every"] = 2
+    with pytest.warns(CaptureWarning, match=r"run-2\.zarr"):  # the one before had no checkpoint
+        assert trained(**kept).trace == str(tmp_path / "run-2.zarr")
+    with pytest.warns(CaptureWarning, match=r"run-3\.zarr"):
+        again = trained(**kept)  # from step 2
+    assert again.losses == whole.losses
+    assert again.checksum == whole.checksum
+    assert again.trace == str(tmp_path / "run-3.zarr")
+    assert list(gradstats.open_trace(again.trace).steps()) == [2]
+    kept["checkpoint_every"] = 1
+    with pytest.warns(CaptureWarning, match=r"run-4\.zarr"):
+        trained(**kept)  # to the end
+    assert trained(**kept).trace == str(tmp_path / "run-4.zarr")  # nothing is left to capture
+    assert not (tmp_path / "run-5.zarr").exists()
+    assert trained(**kept | {"checkpoint": tmp_path / "new"}, overwrite=True).trace == str(out)

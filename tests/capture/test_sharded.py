@@ -170,7 +170,12 @@ def test_a_parameter_without_a_gradient(tmp_path):
 
 
 def test_what_cannot_be_captured_is_refused(tmp_path):
-    for said in run_ranks(4, sharded.refusals, str(tmp_path / "run.zarr")):
+    for rank, said in enumerate(run_ranks(4, sharded.refusals, str(tmp_path / "run.zarr"))):
+        # how many ranks write, as the first of them counts
+        rooms = {"averaged replicas, None": 2, "averaged replicas, [0]": 2,
+                 "apart replicas, None": 4, "apart replicas, [0]": 2}  # fmt: skip
+        for name, count in rooms.items():
+            assert said[f"room of {name}"] == ("None" if rank else str(count)), name
         assert "call fully_shard() on it first" in said["plain"]
         assert 'mesh=mesh["shard"]' in said["both dimensions"]
         assert "write lambda" in said["not a factory"]

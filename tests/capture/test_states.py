@@ -149,3 +149,25 @@ def test_layers_with_the_prefix_of_ddp_are_found():
     state = SimpleNamespace(last=StepRecord(4, 0.25, 12, 1000, 96), diagnosis=diagnosis)
     columns = step_columns(observe(state), ["a", "b"])
     assert np.array_equal(columns["layer_compression"]["delta"], [1, np.nan], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (0.5, {"compression": {}}),
+        (SimpleNamespace(threshold=0.25), {"threshold": 0.25, "compression": {}}),
+        (SimpleNamespace(step=4, bytes_sent=8), {"compression": {"bytes_sent": 8}}),
+    ],
+)
+def test_a_record_may_have_some_numbers_only(last, expected):
+    state = SimpleNamespace(last=last, diagnosis=None)
+    assert step_columns(observe(state), ["a"]) == expected
+    state.diagnosis = SimpleNamespace(step=4, matching_rate=0.75)
+    assert not unnamed(observe(state), ["a"])
+    columns = step_columns(observe(state), ["a"])
+    # of which step it is, only a number tells
+    known = hasattr(last, "step")
+    assert columns.pop("layer_compression", None) == ({} if known else None)
+    if known:
+        expected["compression"]["matching_rate"] = 0.75
+    assert columns == expected

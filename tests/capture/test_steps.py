@@ -100,9 +100,10 @@ def test_every_option_of_ddp_is_right_or_refused_by_name(trained):
 
 @pytest.mark.distributed
 def test_buckets_that_ddp_skips_are_zero(trained):
-    for folder, rank, (gradients, said) in results(trained, "skipping"):
-        near(folder / "skipping.zarr", rank, gradients)
-        assert said == []
+    for name in ("skipping", "later"):
+        for folder, rank, (gradients, said) in results(trained, name):
+            near(folder / f"{name}.zarr", rank, gradients)
+            assert said == []
 
 
 @pytest.mark.distributed
@@ -272,6 +273,41 @@ def test_a_module_that_is_swapped_is_recorded_where_it_was_or_marked(tmp_path):
     said = captures.messages(caught)
     assert len(said) == 1
     assert said[0].startswith("2.weight, 2.bias are NaN in the trace")
+
+
+def test_parameters_that_change_places_are_recorded_where_they_are(tmp_path):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    a, b, c = (layer.weight for layer in net)
+    d = nn.Parameter(torch.randn(3, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        with Capture(tmp_path / "a.zarr", net, parameters=["*.weight"], buffers=8) as capture:
+            expected = []
+            for places in ((a, b, c), (b, a, c), (c, b, a), (c, b, d), (a, b, d)):
+                for layer, weight in zip(net, places, strict=True):
+                    layer.weight = weight
+                net.zero_grad()
+                net(torch.randn(9, 3)).square().mean().backward()
+                capture.step()
+                expected.append(captures.flat([layer.weight.grad for layer in net]))
+    near(tmp_path / "a.zarr", 0, expected)
+
+
+def test_another_models_gradient_is_recorded_once(tmp_path):
+    net, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    gradients = []
+    with Capture(tmp_path / "a.zarr", net, schedule=[0, 2], buffers=4) as capture:
+        with recording() as caught:
+            for _ in range(3):
+                other(torch.randn(2, 4)).sum().backward()  # and adds to the one before
+                capture.step(other)
+                gradients.append(captures.flat([p.grad for p in other.parameters()]))
+        assert captures.messages(caught) == []
+        with pytest.warns(CaptureWarning, match="found no gradient of a new backward pass"):
+            capture.step(other)
+    trace = open_trace(tmp_path / "a.zarr")
+    assert trace.steps() == [0, 2]
+    assert all(np.array_equal(trace.read(s), gradients[s].astype(np.float32)) for s in (0, 2))
 
 
 def test_gradients_that_an_optimizer_takes_in_the_backward_pass_are_marked(tmp_path):

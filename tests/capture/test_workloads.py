@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +20,7 @@ from support import terminal
 from support.every import every
 from support.traces import assert_same_sketch
 
-from capture.workloads import WORKLOADS, RunConfig, run, workload_info
+from capture.workloads import WORKLOADS, RunConfig, RunResult, run, workload_info
 from capture.workloads.images import load_cifar10, load_digits
 from capture.workloads.launch import RunFailedError
 from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
@@ -243,6 +247,10 @@ def test_learning_rates():
 
     steps = [2, 2, 0.2, 0.2, 0.02, 0.02]
     assert rates() == pytest.approx(steps)
+    for count, factors in ((1, [1]), (2, [1, 0.01]), (5, [1, 1, 0.1, 0.01, 0.01])):
+        short = RunConfig(**DIGITS | {"learning_rate": 2.0, "steps": count})
+        found = [short.learning_rate_at(step) / 2 for step in range(count)]
+        assert found == pytest.approx(factors)
     assert rates(workload="lstm-pydoc") == [2.0] * 6
     assert rates(workload="lstm-pydoc", lr_schedule="step") == pytest.approx(steps)
     assert rates(lr_schedule="constant") == [2.0] * 6
@@ -448,6 +456,16 @@ def test_a_run_captured_as_sketches_is_the_same_run_captured_in_full(tmp_path):
     assert sizes[1] < sizes[0] / 30
 
 
+def test_a_run_says_which_trace_it_is_captured_in(tmp_path, monkeypatch, capsys):
+    from capture import cli, workloads
+
+    for trace, said in (("run-2.zarr", "in 1 s; captured in run-2.zarr"), ("", "in 1 s")):
+        result = RunResult(losses=[2.0, 1.0], seconds=[0.5, 0.5], trace=trace)
+        monkeypatch.setattr(workloads, "run", lambda config, result=result: result)
+        cli._run(RunConfig(**DIGITS, out=tmp_path / "run.zarr"))
+        assert " ".join(capsys.readouterr().err.split()).endswith(said)
+
+
 def test_an_unknown_store_is_one_line(tmp_path):
     done = subprocess.run(
         [GRADSTATS, "capture", "resnet20-digits", "--out", tmp_path / "a.zarr", "--store", "best"],
@@ -498,6 +516,56 @@ def test_a_sharded_run_trains_as_ddp_and_is_captured(tmp_path, workload):
     trace = open_trace(path)
     assert (trace.ranks, trace.shard_ranks(0), trace.steps()) == ([0], [0, 1], [0, 1, 2])
     assert trace.attrs["parallel"] == "fsdp"
+
+
+def listening(ports):
+    """Add the addresses, in hexadecimal, at which this process and those that it started listen."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    sockets = set()
+    for file in (f for pid in own for f in Path(f"/proc/{pid}/fd").glob("*")):
+        with suppress(OSError):
+            sockets.add(os.readlink(file))
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                ports.add(fields[1].partition(":")[0])
+
+
+@pytest.mark.distributed
+def test_episodes_of_different_lengths_and_nothing_that_others_reach():
+    """Ranks of a sharded policy play as under DDP; a run leaves this process as it was, and listens to itself alone."""
+    config = RunConfig(workload="policy-cartpole", steps=3, batch_size=2, compressor="none")
+    before, ports, over = set(), set(), threading.Event()
+    listening(before)
+
+    def watch():
+        while not over.wait(0.05):
+            listening(ports)
+
+    def settings():
+        names = ("torch.distributed", "torch.multiprocessing.spawn")
+        loggers = [logging.getLogger(name) for name in names]
+        return [(each.level, each.disabled) for each in loggers], dict(os.environ)
+
+    was = settings()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        sharded = run(config.replace(parallel="fsdp"))
+    finally:
+        over.set()
+        watcher.join()
+    assert settings() == was
+    assert "0100007F" in ports | before  # gloo's, on the loopback interface
+    assert ports - before <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert sharded.losses == pytest.approx(run(config).losses, rel=1e-3)
 
 
 @pytest.mark.distributed

@@ -20,6 +20,8 @@ from capture import Capture
 from gradstats.compressors import make_compressor
 from gradstats.errors import GradstatsError
 from gradstats.hooks import CompressionState, ErrorFeedback, compression_hook, shard_hook
+from gradstats.hooks.torch_private import reduce_scatter
+from gradstats.hooks.units import units
 
 
 def network(dtype=torch.float32, width=32):
@@ -204,6 +206,10 @@ def with_hook(rank, world, path, parts, kinds, replicas=2, reduce_dtype=None):
             seen.append(own_gradient(plain, step, rank, parts))
             records.append(hook.last)
             optimizer.step()
+    # nothing of a capture that is closed stays on the model
+    assert not hook.observers
+    for unit in units(model):
+        assert not type(reduce_scatter(unit.group)).__module__.startswith("capture")
     return np.stack(seen), records
 
 
@@ -273,6 +279,11 @@ def refusals(rank, world, path):
     loss_of(model, batch(0, rank, model)).backward()
     attempt("capture before the hook", capture.step)
     capture.close()
+    for name, model in (("averaged", both), ("apart", shard(network(), mesh["shard"]))):
+        for ranks in (None, [0]):
+            with Capture(path, model, ranks=ranks, overwrite=True) as capture:
+                room = capture._recorder.room
+            said[f"room of {name} replicas, {ranks}"] = str(room and room.ranks)
     late = shard(network(), mesh["shard"])
     late(batch(0, rank, late))  # parameters of the root unit stay gathered until the backward pass
     attempt("gathered", lambda: Capture(path, late, overwrite=True))

@@ -151,20 +151,33 @@ class Late(nn.Module):
         self.first, self.body = nn.Linear(40, 50), nn.Linear(40, 50)
         self.head, self.last = nn.Linear(50, 2), nn.Linear(50, 60)
 
-    def forward(self, x):
-        return self.head(self.body(x))
+    def forward(self, x, early=False):
+        return (self.last if early else self.head)(self.body(x))
 
 
 def skipping(rank, folder):
     """DDP does not exchange buckets of parameters that are never used."""
+    return skipped(rank, f"{folder}/skipping.zarr", lambda step: False)
 
+
+def skipping_later(rank, folder):
+    """Those that only the first step uses, of a training that nobody ends the steps of."""
+    return skipped(rank, f"{folder}/later.zarr", lambda step: step == 0, ends=False)
+
+
+def skipped(rank, path, early, ends=True):
     def train(net, ddp, capture):
         gradients = []
         for step in range(STEPS):
+
+            def loss(model, step=step):
+                return plain_loss(partial(model, early=early(step)), rank, step)
+
             ddp.zero_grad()
-            gradients.append(alone(net, partial(plain_loss, rank=rank, step=step)))
-            plain_loss(ddp, rank, step).backward()
-            capture.step()
+            gradients.append(alone(net, loss))
+            loss(ddp).backward()
+            if ends:
+                capture.step()
         return gradients
 
     options = {
@@ -172,7 +185,7 @@ def skipping(rank, folder):
         "skip_all_reduce_unused_params": True,
         "bucket_cap_mb": 0.001,
     }
-    return captured(f"{folder}/skipping.zarr", Late(), train, options=options)
+    return captured(path, Late(), train, options=options)
 
 
 def ignored(rank, folder):
@@ -383,6 +396,7 @@ CASES = {
     "accumulations": accumulations,
     "passes": passes,
     "skipping": skipping,
+    "later": skipping_later,
     "ignored": ignored,
     "swapped": swapped_under_ddp,
     "unfrozen": unfrozen_under_ddp,
