@@ -102,7 +102,7 @@ class LocalSteps(Facts):
     step : int
         Number of local steps taken.
     exchanges : int
-        Number of whole exchanges, of all fragments.
+        Number of whole exchanges, of all fragments; that of what is left at the end of the block is one.
     last : StepRecord or None
         Record of the last whole exchange, sums over the fragments; None before the first.
 
@@ -124,8 +124,9 @@ class LocalSteps(Facts):
     decaying residual. :func:`gradstats.hooks.systems.diloco` and :func:`gradstats.hooks.systems.sparseloco` have the
     papers' settings.
 
-    With one local step, no compressor and plain averaging there is nothing local left, and the gradients are averaged
-    before the optimizer's step, as in DDP: the same bits on two ranks.
+    With one local step, no compressor and no outer optimizer there is nothing local left, and the gradients are
+    averaged before the optimizer's step, as in DDP: the same bits on two ranks. ``optimizer.step(closure)``, which
+    computes them within the step, is refused then.
 
     All ranks must take the same number of steps: with ``torch.amp.GradScaler``, which skips steps where a rank
     overflows, use bfloat16 instead. At the end of the block, unless by an error, what was not exchanged yet is, so that
@@ -199,7 +200,8 @@ class LocalSteps(Facts):
         # one that it lacks would be put back to its anchor in every exchange
         if theirs != {id(p) for p in parameters}:
             raise InputError("the outer optimizer must have the model's trainable parameters")
-        self._data_parallel = compressor is None and self.steps == 1 and _is_plain(self._outer)
+        # one of the user's may become another rule than the mean: a scheduler changes its rate
+        self._data_parallel = compressor is None and self.steps == 1 and outer_optimizer is None
         if compressor is None:
             if memory is not None or check_average(average) == "senders":
                 raise InputError("a memory, or a mean over senders, needs a compressor")
@@ -288,7 +290,7 @@ class LocalSteps(Facts):
         if self._optimizers.attached:
             raise InputError("this LocalSteps is entered already")
         if self._data_parallel:
-            self._optimizers.attach(self._average_gradients, self._count)
+            self._optimizers.attach(self._average_gradients, self._count, closures=False)
         else:
             self._optimizers.attach(lambda: None, self._stepped)
         return self
@@ -373,7 +375,8 @@ class LocalSteps(Facts):
             each()
         for name, parameter in self._named:
             local_values(parameter).copy_(saved[name])
-        self.step, self.exchanges = step, exchanges
+        self.step, self.exchanges, self.last = step, exchanges, None
+        self._before = exchanges, None
 
     def _check_parameters(self, own: Mapping[str, Any], what: str) -> Mapping[str, torch.Tensor]:
         """Return values of the parameters in a checkpoint, if they are those of this model."""
@@ -420,7 +423,7 @@ class LocalSteps(Facts):
             if (self.step - fragment.offset) % self.steps == 0:
                 self._send(fragment, self.delay)
                 if fragment is self._fragments[-1]:
-                    self._count_exchange()
+                    self._count_exchange(self._fragments)
 
     def _send(self, fragment: Fragment, delay: int) -> None:
         """Exchange a fragment's pseudo-gradient and apply it now, or have it exchanged in the background."""
@@ -457,9 +460,9 @@ class LocalSteps(Facts):
                     "end the block before that, and begin another with a new LocalSteps"
                 )
 
-    def _count_exchange(self) -> None:
-        """Count an exchange of all fragments, and put their records together."""
-        records = [f.state.last for f in self._fragments if f.state.last is not None]
+    def _count_exchange(self, fragments: Sequence[Fragment]) -> None:
+        """Count an exchange of these fragments, and put their records together."""
+        records = [f.state.last for f in fragments if f.state.last is not None]
         self._before = self.exchanges, self.last
         # with a delay the thread may be writing the states' records
         if not self.delay and records:  # a rank may hold nothing of a fragment
@@ -472,9 +475,18 @@ class LocalSteps(Facts):
         for fragment in self._fragments:  # all of them before another exchange of their group
             if fragment.pairs:
                 self._apply(fragment)
+        # the last fragment ends an interval
+        ended, left = self._fragments[-1].sent, False
+        exchanged = []
         for fragment in self._fragments:
             if fragment.is_behind(self.step, self.delay):
                 self._send(fragment, 0)
+                left = True
+            elif fragment.sent <= ended:  # of the interval before
+                continue
+            exchanged.append(fragment)
+        if left:
+            self._count_exchange(exchanged)
 
     def _average_gradients(self) -> None:
         """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
@@ -491,7 +503,7 @@ class LocalSteps(Facts):
 
     def _count(self) -> None:
         self.step += 1
-        self._count_exchange()
+        self._count_exchange(self._fragments)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -508,15 +520,6 @@ def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.P
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made: dist.ProcessGroup = dist.new_group(_ranks(group), use_local_synchronization=True)
     return made
-
-
-def _is_plain(outer: torch.optim.Optimizer) -> bool:
-    """Tell whether an outer optimizer makes the parameters the mean over the ranks."""
-    plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
-    # not isinstance: a subclass may step otherwise
-    return type(outer) is torch.optim.SGD and all(
-        group[key] == value for group in outer.param_groups for key, value in plain.items()
-    )
 
 
 def check_room(steps: int, fragments: int, delay: int) -> None:

@@ -101,7 +101,9 @@ def test_small_and_excluded_parameters_are_averaged_densely():
 
 
 def test_warm_up_follows_its_schedule():
-    for selected, dense_error in run_ranks(2, cases.warm_up):
+    for selected, dense_error, targets in run_ranks(2, cases.warm_up):
+        # of all layers together, that of the record: all elements in the dense steps, too
+        assert targets == pytest.approx([1.0] * 5, rel=1e-3)
         assert selected[:3] == [1.0, 1.0, 1.0]
         assert dense_error < 1e-6
         assert selected[3:6] == pytest.approx([0.25] * 3, rel=1e-3)

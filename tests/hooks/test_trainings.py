@@ -58,8 +58,10 @@ def test_complex_parameters_are_averaged(ratio):
 
 
 def test_sparse_gradients_are_averaged_exactly():
-    for agree, names, message in run_ranks(2, trainings.sparse_embedding):
+    for agree, names, message, sent in run_ranks(2, trainings.sparse_embedding):
         assert all(agree)
+        # 50 rows of 4 travel as a dense vector, beside three elements and their positions
+        assert 800 + 24 <= sent < 800 + 200
         assert names == ["out.weight", "out.bias"]
         assert message.startswith("InputError: words.weight has a sparse gradient")
 
@@ -224,10 +226,14 @@ def test_clipping_after_bad_elements_became_zero(bad):
 
 
 def test_a_mean_beyond_float16_stays_in_the_residual():
-    ((seen, residual),) = run_ranks(1, trainings.half_overflow)
+    ((seen, residual, (message, own, same)),) = run_ranks(1, trainings.half_overflow)
     assert seen[0] == ([60_000.0, 0.0], False)
     assert seen[1] == ([0.0, 0.0], True)  # 39,000 twice
     assert residual == [0.0, float(np.float16(39_000))]
+    # a step that is refused by an error leaves the rank's own gradient, and no trace in the rule
+    assert message.startswith("NonFiniteGradientError: step 1: NaN or infinite gradient elements")
+    assert own == [60_000.0, float(np.float16(39_000))]
+    assert same
 
 
 def test_a_dense_step_with_momentum_correction_is_momentum_sgd():
