@@ -102,7 +102,8 @@ class LocalSteps(Facts):
     step : int
         Number of local steps taken.
     exchanges : int
-        Number of whole exchanges, of all fragments; that of what is left at the end of the block is one.
+        Number of whole exchanges, of all fragments. The one at the end of the block counts if steps of the last
+        fragment were left.
     last : StepRecord or None
         Record of the last whole exchange, sums over the fragments; None before the first.
 
@@ -423,13 +424,14 @@ class LocalSteps(Facts):
             if (self.step - fragment.offset) % self.steps == 0:
                 self._send(fragment, self.delay)
                 if fragment is self._fragments[-1]:
-                    self._count_exchange(self._fragments)
+                    self._count_exchange()
 
-    def _send(self, fragment: Fragment, delay: int) -> None:
+    def _send(self, fragment: Fragment, delay: int, watched: bool = True) -> None:
         """Exchange a fragment's pseudo-gradient and apply it now, or have it exchanged in the background."""
         self._check_known()
         pairs = fragment.pseudogradients()
-        self._watcher.before(pairs)
+        if watched:
+            self._watcher.before(pairs)
         fragment.send(
             pairs, self.step, delay, self._background, self._details(self._optimizers.attached)
         )
@@ -460,9 +462,9 @@ class LocalSteps(Facts):
                     "end the block before that, and begin another with a new LocalSteps"
                 )
 
-    def _count_exchange(self, fragments: Sequence[Fragment]) -> None:
-        """Count an exchange of these fragments, and put their records together."""
-        records = [f.state.last for f in fragments if f.state.last is not None]
+    def _count_exchange(self) -> None:
+        """Count an exchange of all fragments, and put their records together."""
+        records = [f.state.last for f in self._fragments if f.state.last is not None]
         self._before = self.exchanges, self.last
         # with a delay the thread may be writing the states' records
         if not self.delay and records:  # a rank may hold nothing of a fragment
@@ -475,18 +477,13 @@ class LocalSteps(Facts):
         for fragment in self._fragments:  # all of them before another exchange of their group
             if fragment.pairs:
                 self._apply(fragment)
-        # the last fragment ends an interval
-        ended, left = self._fragments[-1].sent, False
-        exchanged = []
-        for fragment in self._fragments:
-            if fragment.is_behind(self.step, self.delay):
-                self._send(fragment, 0)
-                left = True
-            elif fragment.sent <= ended:  # of the interval before
-                continue
-            exchanged.append(fragment)
-        if left:
-            self._count_exchange(exchanged)
+        behind = [each for each in self._fragments if each.is_behind(self.step, self.delay)]
+        # the last fragment ends an interval: without it these are parts of one, and no exchange of all
+        whole = self._fragments[-1] in behind
+        for fragment in behind:
+            self._send(fragment, 0, watched=whole)
+        if whole:
+            self._count_exchange()
 
     def _average_gradients(self) -> None:
         """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
@@ -503,7 +500,7 @@ class LocalSteps(Facts):
 
     def _count(self) -> None:
         self.step += 1
-        self._count_exchange(self._fragments)
+        self._count_exchange()
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

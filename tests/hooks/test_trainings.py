@@ -137,6 +137,9 @@ def test_a_schedule_that_cannot_be_followed_is_refused_at_once():
         CompressionState(Marsit(), ratio_at=late)
     with pytest.raises(InputError, match="ratio must be in"):
         CompressionState(TopK(0.1), ratio_at=lambda step: 0.1 if step < 100 else 0.0)
+    table = [0.5, 0.1, 0.1]
+    with pytest.raises(InputError, match=r"no ratio at step 4 \(IndexError: list index out of"):
+        CompressionState(TopK(0.1), ratio_at=lambda step: table[step])
     assert CompressionState(Marsit(), ratio_at=lambda step: 1.0 if step < 9 else None)
     assert make_compressor("marsit", 0.1).ratio is None
 
@@ -240,13 +243,22 @@ def test_a_dense_step_with_momentum_correction_is_momentum_sgd():
     assert run_ranks(1, trainings.dense_momentum) == [pytest.approx([1, 1.9, 2.71, 3.439])]
 
 
-def test_a_model_does_not_keep_a_state_alive():
+def test_a_model_keeps_no_state_alive_and_no_hook_of_one():
     net = torch.nn.Linear(3, 2)
-    state = CompressionState(TopK(0.5), named_parameters=net.named_parameters())
-    gone = weakref.ref(state)
-    del state
+    states = [
+        CompressionState(TopK(0.5), named_parameters=net.named_parameters()) for _ in range(3)
+    ]
+    gone = [weakref.ref(each) for state in states for each in (state, state._setup.leftover)]
+    del states[1:]
     gc.collect()
-    assert gone() is None
+    assert [each() is None for each in gone] == [False, False, True, True, True, True]
+    # a hook of each kind for the state that is left
+    assert len(net.weight._backward_hooks) == len(net.weight._post_accumulate_grad_hooks) == 1
+    states.clear()
+    gc.collect()
+    assert gone[0]() is gone[1]() is None
+    assert not net.weight._backward_hooks
+    assert not net.weight._post_accumulate_grad_hooks
 
 
 def test_buckets_that_are_none_are_refused():
