@@ -222,7 +222,7 @@ class _Comparison(NamedTuple):
     targets: list[int]
 
 
-# Size: a quarter of its lines are docstrings; a step from its first gradient to its record, in the order in which it happens.
+# Size: a quarter of its lines are docstrings; a step is read from its first gradient to its record.
 class Step:
     """One step: gradients come in, are exchanged, and hold the mean.
 
