@@ -204,8 +204,8 @@ def _make_local_steps(
         options["error_feedback"] = config.error_feedback and compressor.feedback
     if config.outer == "diloco":
         return diloco(model, optimizer, steps, learning_rate=rate, compressor=compressor, **options)
-    # the mean of the parameters is a step of 1 by the mean pseudo-gradient
-    outer = torch.optim.SGD(model.parameters(), lr=rate)
+    # the mean of the parameters, which a step of 1 by the mean pseudo-gradient would end at, needs none
+    outer = None if rate == 1 else torch.optim.SGD(model.parameters(), lr=rate)
     return LocalSteps(model, optimizer, outer, steps, compressor, **options)
 
 

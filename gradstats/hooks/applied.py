@@ -12,6 +12,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradstats.hooks.optimizers import parameters_of
+
 __all__ = ["Applied"]
 
 # weak: the hooks below last as long as the process, and must keep no training's state alive
@@ -95,37 +97,28 @@ class Applied:
             if any("exp_avg_sq" in values for values in optimizer.state.values())
         ]
 
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer has any of the parameters.
-
-        Parameters
-        ----------
-        optimizer : torch.optim.Optimizer
-            Any optimizer.
-        """
-        groups = optimizer.param_groups
-        return any(id(p) in self._parameters for group in groups for p in group["params"])
-
-    def before(self, optimizer: torch.optim.Optimizer) -> None:
+    def before(self, parameters: set[int]) -> None:
         """See an optimizer begin a step.
 
         Parameters
         ----------
-        optimizer : torch.optim.Optimizer
-            Any optimizer.
+        parameters : set of int
+            Identities of the parameters of any optimizer.
         """
-        self._within = self.holds(optimizer)
+        self._within = not self._parameters.isdisjoint(parameters)
 
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
+    def after(self, optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
         """See an optimizer end a step.
 
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
             Any optimizer.
+        parameters : set of int
+            Identities of its parameters.
         """
         self._within = False
-        if not self.holds(optimizer):
+        if self._parameters.isdisjoint(parameters):
             return
         self.known = True
         self.optimizers.add(optimizer)
@@ -139,10 +132,15 @@ class Applied:
 
 def _before(optimizer: torch.optim.Optimizer, *_: object) -> None:
     # a list: a state may be collected while this runs
-    for each in list(_all):
-        each.before(optimizer)
+    if states := list(_all):
+        # once for all states: a sharded model has one for each unit
+        parameters = set(map(id, parameters_of(optimizer)))
+        for each in states:
+            each.before(parameters)
 
 
 def _after(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for each in list(_all):
-        each.after(optimizer)
+    if states := list(_all):
+        parameters = set(map(id, parameters_of(optimizer)))
+        for each in states:
+            each.after(optimizer, parameters)

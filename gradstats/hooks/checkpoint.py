@@ -372,7 +372,8 @@ def unpack_state(data: bytes, what: str) -> dict[str, Any]:
         If the bytes are damaged.
     """
     try:
-        state = torch.load(io.BytesIO(data), weights_only=True)
+        # wherever it lay: the device may be gone, and who loads it takes it to theirs
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if not isinstance(state, Mapping):
             raise InputError(f"it is no state, but {type(state).__name__}")
         return dict(state)
@@ -449,5 +450,11 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, data: bytes, what: str) -
                 check_values(f"{what}'s {key} of parameter {i}", value, value.shape, value.dtype)
     for i, names in sharded.items():
         for each in names:
-            state["state"][i][each] = as_sharded(parameters[i], state["state"][i][each])
+            part = state["state"][i][each].to(local_part(parameters[i]).device)
+            state["state"][i][each] = as_sharded(parameters[i], part)
+    # load_state_dict() takes state to the parameters' devices, and leaves options, such as a rate, where they are
+    for group, options in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for key, value in options.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                options[key] = value.to(group[key].device)
     return state

@@ -128,7 +128,7 @@ def tensor_text(x: torch.Tensor) -> str:
         The tensor, on any device.
     """
     # the same text wherever it lies, and with whatever strides
-    whole = x.detach().cpu().contiguous()
+    whole = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # as octets: NumPy has no bfloat16, and NaNs of other bits are other values
     octets: Any = whole.reshape(-1).view(torch.uint8).numpy() if whole.numel() else b""
     return f"{whole.dtype} {tuple(whole.shape)} {zlib.crc32(octets):08x}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from gradstats.collectives.plain import all_gather_flags
 from gradstats.errors import ExchangeError, InputError
 from gradstats.hooks.contents import check_values, field
 from gradstats.hooks.gradient import Pair
-from gradstats.hooks.layout import check_patterns
+from gradstats.hooks.layout import check_patterns, matching
 from gradstats.hooks.shards import bad_in_replica, exchange
 from gradstats.hooks.state import CompressionState
 from gradstats.hooks.units import as_sharded, local_part, stand_in
@@ -387,13 +386,16 @@ def divide(named: Named, fragments: int | Sequence[Sequence[str]]) -> list[Named
     """
     if isinstance(fragments, int):
         return _divide_evenly(named, check_count(fragments, "fragments"))
+    if isinstance(fragments, set | frozenset):
+        # of another order in every process
+        raise InputError(f"fragments must be a list or a tuple, not {shown(fragments)}")
     patterns = [
-        check_patterns(each, "each of fragments") for each in check_several(fragments, "fragments")
+        matching(check_patterns(each, "each of fragments"))
+        for each in check_several(fragments, "fragments")
     ]
     parts: list[Named] = [[] for _ in patterns]
     for name, parameter in named:
-        places = (i for i, p in enumerate(patterns) if any(fnmatch.fnmatchcase(name, e) for e in p))
-        place = next(places, None)
+        place = next((i for i, matches in enumerate(patterns) if matches(name)), None)
         if place is None:
             raise InputError(f"{name} is in none of the fragments: add a pattern such as '*'")
         parts[place].append((name, parameter))

@@ -333,6 +333,31 @@ class FlatGradient:
                 # multiplied in the memory's dtype, and rounded once, to the gradient's
                 target.copy_(part * scale)
 
+    def beyond_half(self, pairs: Sequence[Pair], mean: torch.Tensor, scale: float) -> int:
+        """Return the number of elements that :meth:`write` would make infinite, as float16 ends at 65,504.
+
+        Parameters
+        ----------
+        pairs : sequence of (parameter, gradient)
+            All gradients of the step.
+        mean : tensor, shape (d,)
+            The update of the compressed part, all finite.
+        scale : float
+            The loss scale that the gradients are to carry.
+        """
+        half = [id(p) for p, g in pairs if g.dtype == torch.float16 and g.numel()]
+        slots, dense_slots = self.layout.slots, self.layout.dense_slots
+        parts = [mean[slots[i]] if i in slots else self.dense[dense_slots[i]] for i in half]
+        if not parts:
+            return 0
+        # a norm takes no copy, and one wait for a device
+        largest = torch.stack([torch.linalg.vector_norm(part, math.inf) for part in parts]).max()
+        if float(largest) * scale < 65_000:
+            return 0
+        # rounded as they are written
+        written = ((part * scale).to(torch.float16) for part in parts)
+        return sum(part.numel() - int(torch.isfinite(part).sum()) for part in written)
+
     def first_bad(self) -> str:
         """Name the first parameter whose gradient is not finite on this rank, in brackets; empty if none is."""
         for name, slot in self.layout.parts():

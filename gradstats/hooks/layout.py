@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from gradstats.compressors.base import NamedSlice
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_several, shown
 
-__all__ = ["ParameterLayout", "check_patterns"]
+__all__ = ["ParameterLayout", "check_patterns", "matching"]
 
 
 def check_patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:
@@ -34,7 +35,22 @@ def check_patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:
     for pattern in (several := check_several(patterns, name)):
         if not isinstance(pattern, str):
             raise InputError(f"{name} must be name patterns such as '*.bias', not {shown(pattern)}")
-    return tuple(several)
+    # a set has another order in every process
+    return tuple(sorted(several) if isinstance(patterns, set | frozenset) else several)
+
+
+def matching(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Return a function that tells whether a name matches any of some patterns.
+
+    Parameters
+    ----------
+    patterns : sequence of str
+        Name patterns (``fnmatch``).
+    """
+    # where they are many they are names, which need no search
+    names = {each for each in patterns if glob.escape(each) == each}
+    rest = [each for each in patterns if each not in names]
+    return lambda name: name in names or any(fnmatch.fnmatchcase(name, each) for each in rest)
 
 
 class ParameterLayout:
@@ -95,6 +111,7 @@ class ParameterLayout:
             Names and parameters, in the order of the flat gradient.
         """
         self.known = True
+        excluded = matching(self._exclude)
         for name, parameter in named_parameters:
             if id(parameter) in self._names:  # tied weights have one gradient
                 continue
@@ -102,7 +119,7 @@ class ParameterLayout:
             self._parameters[id(parameter)] = weakref.ref(parameter)
             if parameter.dtype in (torch.float64, torch.complex128):
                 self.dtype = torch.float64
-            if n < self._dense_below or any(fnmatch.fnmatchcase(name, e) for e in self._exclude):
+            if n < self._dense_below or excluded(name):
                 self._names[id(parameter)] = name
                 self.dense_slots[id(parameter)] = slice(self.dense_numel, self.dense_numel + n)
                 self.dense_numel += n

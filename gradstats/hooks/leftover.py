@@ -7,11 +7,43 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from gradstats.hooks.gradient import Pair, logical
 from gradstats.hooks.torch_private import is_part, version
 
-__all__ = ["Leftover"]
+__all__ = ["Leftover", "remove_with"]
+
+
+def remove_with(owner: object, handles: Sequence[RemovableHandle]) -> None:
+    """Remove hooks when their owner is gone: a model may outlive many.
+
+    Parameters
+    ----------
+    owner : object
+        What the hooks are for; they must not keep it alive.
+    handles : sequence of RemovableHandle
+        The hooks' handles.
+    """
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    # not at exit, when nothing is left to run them
+    weakref.finalize(owner, remove).atexit = False
+
+
+def _before(
+    owner: weakref.ref[Leftover], parameter: weakref.ref[torch.Tensor]
+) -> Callable[[torch.Tensor], None]:
+    # weak both: the parameter itself keeps the hook
+    def look(_: torch.Tensor) -> None:
+        # nothing is kept in the usual training, which sets gradients to None
+        if (leftover := owner()) is not None and (found := parameter()) is not None:
+            leftover.look(found)
+
+    return look
 
 
 class _Filled(NamedTuple):
@@ -57,21 +89,21 @@ class Leftover:
         parameters : iterable of torch.Tensor
             Parameters.
         """
+        handles = []
         for parameter in parameters:
             register: Any = parameter.register_hook
-            # of a leaf it runs before accumulation; weak, as the parameter itself keeps the hook
-            register(self._before(weakref.ref(parameter)))
+            # of a leaf it runs before accumulation
+            handles.append(register(_before(weakref.ref(self), weakref.ref(parameter))))
+        remove_with(self, handles)
 
-    def _before(self, parameter: weakref.ref[torch.Tensor]) -> Callable[[torch.Tensor], None]:
-        def look(_: torch.Tensor) -> None:
-            # nothing is kept in the usual training, which sets gradients to None
-            if self._filled and (found := parameter()) is not None:
-                self._look(found)
+    def look(self, parameter: torch.Tensor) -> None:
+        """Set aside what an exchange left in a gradient, before anything is added to it.
 
-        return look
-
-    def _look(self, parameter: torch.Tensor) -> None:
-        """Set aside what an exchange left in a gradient, before anything is added to it."""
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            The parameter.
+        """
         key, grad = id(parameter), parameter.grad
         filled = self._filled.get(key)
         if filled is None:
@@ -116,7 +148,7 @@ class Leftover:
             return
         for parameter in parameters:
             if id(parameter) not in self.parts:
-                self._look(parameter)
+                self.look(parameter)
         if self._unsure:
             keys = list(self._unsure)
             # one wait for the device for all of them

@@ -12,7 +12,7 @@ from gradstats.errors import InputError
 from gradstats.hooks.checkpoint import pack_optimizer, unpack_optimizer
 from gradstats.hooks.contents import field
 from gradstats.hooks.fragment import Named
-from gradstats.hooks.optimizers import parameters_of
+from gradstats.hooks.optimizers import closure_of, parameters_of
 from gradstats.hooks.torch_private import innermost_optimizer
 from gradstats.primitives.ratio import shown
 
@@ -66,7 +66,9 @@ class LocalOptimizers:
         """Whether steps are counted."""
         return bool(self._handles)
 
-    def attach(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def attach(
+        self, before: Callable[[], None], after: Callable[[], None], closures: bool = True
+    ) -> None:
         """Call functions around local steps.
 
         Parameters
@@ -75,9 +77,21 @@ class LocalOptimizers:
             Called before the first optimizer's step.
         after : callable
             Called when each optimizer has stepped, in whatever order.
+        closures : bool
+            Whether a step may have a closure; it computes the gradients after `before`, and perhaps several times.
+
+        Raises
+        ------
+        InputError
+            Out of a step with a closure that must have none.
         """
 
-        def begin(*_: object) -> None:
+        def begin(_: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if not closures and closure_of(arguments, options) is not None:
+                raise InputError(
+                    "steps=1 averages gradients before the optimizer's step, and a closure computes others in it: "
+                    "call closure() and then step() without it, or use DDP"
+                )
             if not self._stepped:
                 before()
 

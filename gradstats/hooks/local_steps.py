@@ -102,7 +102,8 @@ class LocalSteps(Facts):
     step : int
         Number of local steps taken.
     exchanges : int
-        Number of whole exchanges, of all fragments.
+        Number of whole exchanges, of all fragments. The one at the end of the block counts if steps of the last
+        fragment were left.
     last : StepRecord or None
         Record of the last whole exchange, sums over the fragments; None before the first.
 
@@ -124,8 +125,9 @@ class LocalSteps(Facts):
     decaying residual. :func:`gradstats.hooks.systems.diloco` and :func:`gradstats.hooks.systems.sparseloco` have the
     papers' settings.
 
-    With one local step, no compressor and plain averaging there is nothing local left, and the gradients are averaged
-    before the optimizer's step, as in DDP: the same bits on two ranks.
+    With one local step, no compressor and no outer optimizer there is nothing local left, and the gradients are
+    averaged before the optimizer's step, as in DDP: the same bits on two ranks. ``optimizer.step(closure)``, which
+    computes them within the step, is refused then.
 
     All ranks must take the same number of steps: with ``torch.amp.GradScaler``, which skips steps where a rank
     overflows, use bfloat16 instead. At the end of the block, unless by an error, what was not exchanged yet is, so that
@@ -199,7 +201,8 @@ class LocalSteps(Facts):
         # one that it lacks would be put back to its anchor in every exchange
         if theirs != {id(p) for p in parameters}:
             raise InputError("the outer optimizer must have the model's trainable parameters")
-        self._data_parallel = compressor is None and self.steps == 1 and _is_plain(self._outer)
+        # one of the user's may become another rule than the mean: a scheduler changes its rate
+        self._data_parallel = compressor is None and self.steps == 1 and outer_optimizer is None
         if compressor is None:
             if memory is not None or check_average(average) == "senders":
                 raise InputError("a memory, or a mean over senders, needs a compressor")
@@ -288,7 +291,7 @@ class LocalSteps(Facts):
         if self._optimizers.attached:
             raise InputError("this LocalSteps is entered already")
         if self._data_parallel:
-            self._optimizers.attach(self._average_gradients, self._count)
+            self._optimizers.attach(self._average_gradients, self._count, closures=False)
         else:
             self._optimizers.attach(lambda: None, self._stepped)
         return self
@@ -373,7 +376,8 @@ class LocalSteps(Facts):
             each()
         for name, parameter in self._named:
             local_values(parameter).copy_(saved[name])
-        self.step, self.exchanges = step, exchanges
+        self.step, self.exchanges, self.last = step, exchanges, None
+        self._before = exchanges, None
 
     def _check_parameters(self, own: Mapping[str, Any], what: str) -> Mapping[str, torch.Tensor]:
         """Return values of the parameters in a checkpoint, if they are those of this model."""
@@ -422,11 +426,12 @@ class LocalSteps(Facts):
                 if fragment is self._fragments[-1]:
                     self._count_exchange()
 
-    def _send(self, fragment: Fragment, delay: int) -> None:
+    def _send(self, fragment: Fragment, delay: int, watched: bool = True) -> None:
         """Exchange a fragment's pseudo-gradient and apply it now, or have it exchanged in the background."""
         self._check_known()
         pairs = fragment.pseudogradients()
-        self._watcher.before(pairs)
+        if watched:
+            self._watcher.before(pairs)
         fragment.send(
             pairs, self.step, delay, self._background, self._details(self._optimizers.attached)
         )
@@ -472,9 +477,13 @@ class LocalSteps(Facts):
         for fragment in self._fragments:  # all of them before another exchange of their group
             if fragment.pairs:
                 self._apply(fragment)
-        for fragment in self._fragments:
-            if fragment.is_behind(self.step, self.delay):
-                self._send(fragment, 0)
+        behind = [each for each in self._fragments if each.is_behind(self.step, self.delay)]
+        # the last fragment ends an interval: without it these are parts of one, and no exchange of all
+        whole = self._fragments[-1] in behind
+        for fragment in behind:
+            self._send(fragment, 0, watched=whole)
+        if whole:
+            self._count_exchange()
 
     def _average_gradients(self) -> None:
         """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
@@ -508,15 +517,6 @@ def _group_like(group: dist.ProcessGroup | None, device: torch.device) -> dist.P
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     made: dist.ProcessGroup = dist.new_group(_ranks(group), use_local_synchronization=True)
     return made
-
-
-def _is_plain(outer: torch.optim.Optimizer) -> bool:
-    """Tell whether an outer optimizer makes the parameters the mean over the ranks."""
-    plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
-    # not isinstance: a subclass may step otherwise
-    return type(outer) is torch.optim.SGD and all(
-        group[key] == value for group in outer.param_groups for key, value in plain.items()
-    )
 
 
 def check_room(steps: int, fragments: int, delay: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.facts import Facts
 from gradstats.hooks.gradient import real_view
+from gradstats.hooks.layout import check_patterns, matching
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
 from gradstats.hooks.optimizers import TakenGradients, after_closure, after_steps, before_steps
 from gradstats.hooks.spikes import FEWEST, LIMIT, WINDOW, Spikes, Trigger
@@ -27,7 +27,7 @@ from gradstats.hooks.torch_private import scaler_stages, unwrap
 from gradstats.hooks.units import shard_groups
 from gradstats.hooks.updates import UPDATE_NAMES, StepUpdates
 from gradstats.primitives import Moments, moments
-from gradstats.primitives.ratio import check_count, check_number, check_several
+from gradstats.primitives.ratio import check_count, check_number
 from gradstats.primitives.sketch import Sketch, merge, sketch
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.pot.peaks import stability_at
@@ -80,7 +80,8 @@ class Monitor(Facts):
         Whether to compare the micro-batches that are accumulated for one optimizer step; a number says how many samples
         each of them has, which the noise scale is then in.
     scaler : Scaler, optional
-        ``torch.amp.GradScaler`` of the training, for calls of :meth:`step` by hand.
+        ``torch.amp.GradScaler`` of the training, for calls of :meth:`step` by hand, and for `noise`, whose steps would
+        else weigh by their scales.
     state : object, optional
         State of the DDP hook, such as :class:`gradstats.hooks.CompressionState`: its last record gives k̂/k, and its
         residual a norm.
@@ -223,11 +224,12 @@ class Monitor(Facts):
         self._next = check_count(start_step, "start_step", 0)
         # names without the wrappers' prefixes, as state_dict() of the model has them
         inner: torch.nn.Module = unwrap(model).module
-        patterns = ["*"] if parameters is None else check_several(parameters, "parameters")
+        patterns = ["*"] if parameters is None else check_patterns(parameters, "parameters")
+        watched = matching(patterns)
         self._layers = [
             (name, parameter)
             for name, parameter in inner.named_parameters()
-            if parameter.requires_grad and any(fnmatchcase(name, p) for p in patterns)
+            if parameter.requires_grad and watched(name)
         ]
         if not self._layers:
             raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
@@ -277,7 +279,7 @@ class Monitor(Facts):
         dict of str to float
             :attr:`values` if the step was described, else an empty dict.
         """
-        return self._take(self._loss_scale())
+        return self._take(lambda: (self._loss_scale(), self._present_scale()))
 
     def close(self) -> None:
         """Unhook the optimizer. Calling it twice does no harm."""
@@ -318,10 +320,11 @@ class Monitor(Facts):
             self._updates.before()
         # GradScaler puts it on a fused optimizer, which gets gradients with the scale still on
         scale = getattr(optimizer, "grad_scale", None)
-        take = partial(
-            self._take, 1.0 if scale is None else float(scale), self._present_scale(scale)
-        )
-        return after_closure(arguments, options, take)
+
+        def scales() -> tuple[float, float]:
+            return 1.0 if scale is None else float(scale), self._present_scale(scale)
+
+        return after_closure(arguments, options, partial(self._take, scales))
 
     def _after(self, *_: object) -> None:
         """Add what the optimizer's step has done."""
@@ -346,14 +349,18 @@ class Monitor(Facts):
         unscaled = any(stage != "READY" for stage in scaler_stages(self._scaler))
         return 1.0 if unscaled else self._present_scale()
 
-    def _take(self, scale: float, present: float | None = None) -> dict[str, float]:
+    def _take(self, scales: Callable[[], tuple[float, float]]) -> dict[str, float]:
+        """Describe a step; `scales` returns the loss scale that gradients have now, and that of the backward passes."""
         number = self._next
         # first: what raises below must not shift the numbers of later steps
         self._next += 1
-        compared = {} if self._noise is None else self._noise.end()
+        described = not number % self._every
+        # on an accelerator each question waits for the device
+        scale, present = scales() if described else (1.0, 1.0)
+        compared = {} if self._noise is None else self._noise.end(present)
         if self._noise is not None:
             self._noise.begin(not self._next % self._every)
-        if number % self._every:
+        if not described:
             self._taken.forget()
             return {}
         names, sketches, whole = self._sketched()
@@ -362,7 +369,7 @@ class Monitor(Facts):
         if not names:  # a norm of nothing would be a number
             self.blame, self.values = None, {self._prefix + "step": float(number)}
             return self._logged()
-        values |= _described(whole, scale, self._present_scale() if present is None else present)
+        values |= _described(whole, scale, present)
         values |= self._compressed() | compared
         norms = {
             name: math.sqrt(s.sum_squares) / scale for name, s in zip(names, sketches, strict=True)

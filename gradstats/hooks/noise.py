@@ -113,15 +113,23 @@ class MicroBatches:
         """
         self._step = _Step(described)
 
-    def end(self) -> dict[str, float]:
+    def end(self, scale: float = 1.0) -> dict[str, float]:
         """End an optimizer step.
+
+        Parameters
+        ----------
+        scale : float
+            The loss scale that the gradients of its micro-batches carried.
 
         Returns
         -------
         dict of str to float
-            Values over the last steps, by :data:`NOISE_NAMES`; empty before the first step of two micro-batches.
+            Values over the last steps, by :data:`NOISE_NAMES`; empty before the first step of two micro-batches, and
+            of a step that is not described.
         """
         step = self._step
+        if not step.described:
+            return {}
         count = len(step.passes)
         if step.stale:
             self._warn(
@@ -133,7 +141,8 @@ class MicroBatches:
                 "more, or compare the ranks of a capture by gradstats.agreement"
             )
         elif count > 1 and step.products is not None and not step.lost:
-            squares, dots = step.products.tolist()
+            # a step in other units would count more, or less, than the others of the window
+            squares, dots = (step.products / scale**2).tolist()
             # ‖Σ g‖² = Σ ‖g‖² + 2 Σ gᵢ · gⱼ over i < j
             of_sum = squares + 2 * dots
             if math.isfinite(squares) and math.isfinite(dots) and squares > 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from gradstats.compressors import Compressor
-from gradstats.errors import InputError
+from gradstats.errors import GradstatsError, InputError, first_line
 from gradstats.primitives.ratio import check_count, check_ratio, check_ratios, shown
 
 __all__ = ["DGC_RATIOS", "RatioSchedule", "dgc_warm_up"]
@@ -93,8 +93,23 @@ class RatioSchedule:
         -------
         float or None
             Kept fraction k/d.
+
+        Raises
+        ------
+        InputError
+            If the schedule fails at the step.
         """
-        return None if self._at is None else self._at(step)
+        try:
+            return None if self._at is None else self._at(step)
+        except GradstatsError:
+            raise
+        except (
+            Exception
+        ) as error:  # whatever a function of the user's raises, such as the end of a table
+            raise InputError(
+                f"the schedule has no ratio at step {step} ({type(error).__name__}: {first_line(error)}): it must have "
+                "one at every step, such as that of min(step, last)"
+            ) from None
 
     def described(self) -> list[str] | None:
         """Return the schedule in words, at steps 0, 1, 2, 4, 8 and so on; None if there is none."""

@@ -135,21 +135,29 @@ class _Exchange:
         self._micro = 0
         self._within = within
 
-    def __call__(self, observers: Sequence[Observer], output: torch.Tensor) -> None:
+    def forget(self) -> None:
+        """Forget the gradients of micro-steps that wait."""
+        self.waiting = None
+        self._micro = 0
+
+    def __call__(self, observers: Sequence[Observer], output: torch.Tensor) -> bool:
+        """Take what FSDP2 has reduced; tell whether it was exchanged."""
         pairs = list(zip(self.shards, self.unit.reduced(output), strict=True))
+        parameters = [p.sharded_param for p in self.unit.parameters]
+        # a micro-step leaves zeros: they were set to None since, and the accumulation was broken off
+        if self._micro and all(p.grad is None for p in parameters):
+            self.forget()
         self._micro += 1
         if not self.unit.group.all_reduce_grads:  # set_requires_all_reduce(False): a micro-step
             self.waiting = output.clone() if self.waiting is None else self.waiting.add_(output)
             # FSDP2 adds what the hook leaves to .grad: nothing before the last micro-step
             output.zero_()
-            return
+            return False
         # sums of other numbers of micro-steps have no common mean
         self.state.agreement.details["micro-steps"] = str(self._micro)
-        self._micro = 0
         if self.waiting is not None:
             output += self.waiting
-            self.waiting = None
-        parameters = [p.sharded_param for p in self.unit.parameters]
+        self.forget()
         held = [None if p.grad is None else local_part(p.grad) for p in parameters]
         # FSDP2 adds the result to what is there
         self.state.note_begun(zip(self.shards, held, strict=True))
@@ -157,6 +165,7 @@ class _Exchange:
             observer(self.state, parameters, pairs)
         gradients = [gradient for _, gradient in pairs]
         exchange(self.state, pairs, bad_in_replica(self.state, gradients, self._within))
+        return True
 
 
 class ShardHook:
@@ -201,6 +210,8 @@ class ShardHook:
         self._size = {"shards": shards, "replicas": replicas}
         # kept, as a checkpoint may be saved when the process group is gone
         self._rank = dist.get_rank()
+        # units of the step under way that have come, and those of them that were exchanged
+        self._came: set[str] = set()
         self._exchanged: set[str] = set()
         self._records: list[StepRecord] = []
         self._last: StepRecord | None = None
@@ -222,15 +233,18 @@ class ShardHook:
             As :func:`gradstats.hooks.compression_hook` says. FSDP2 needs ``model.reset_iter_state()`` before the next
             step then.
         """
-        if unit in self._exchanged:  # a new step
+        if unit in self._came:  # a new step
+            self._came.clear()
             self._exchanged.clear()
-        self._exchanged.add(unit)
-        self._exchanges[unit](self.observers, output)
+        self._came.add(unit)
+        # last: of a unit that fails the last exchange is that of an earlier step, which was applied
+        if self._exchanges[unit](self.observers, output):
+            self._exchanged.add(unit)
 
     @property
     def last(self) -> StepRecord | None:
         """Record of the last step on this rank, of all units together; None before the first."""
-        states = (self.states[name] for name in self.states if name in self._exchanged)
+        states = (self.states[name] for name in self.states if name in self._came)
         records = [state.last for state in states if state.last is not None]
         # put together anew only where a unit has another record
         if len(records) != len(self._records) or any(
@@ -244,10 +258,14 @@ class ShardHook:
         """Take the last exchange of every unit back, as :meth:`gradstats.hooks.CompressionState.discard` does.
 
         Call it on all ranks before the next backward pass if you do not apply the update. A step that failed on one
-        unit has changed the memories of the units before it: this takes them back.
+        unit has changed the memories of the units before it: this takes them back. Micro-steps that wait for a later
+        one are dropped.
         """
         for name in self._exchanged:
             self.states[name].discard()
+        for each in self._exchanges.values():
+            each.forget()
+        self._came.clear()
         self._exchanged.clear()
 
     def corrected(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -306,6 +324,10 @@ class ShardHook:
             restore = [self.states[name].prepare(saved[name]) for name in self.states]
             for each in restore:
                 each()
+        for unit in self._exchanges.values():
+            unit.forget()
+        self._came.clear()
+        self._exchanged.clear()
 
 
 def shard_hook(

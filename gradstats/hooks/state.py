@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.compressors import Compressor, Selector, as_compressor
-from gradstats.errors import ExchangeError, InputError
+from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError
 from gradstats.hooks.agreement import Agreement, as_made, check_applied, described
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
@@ -321,9 +321,7 @@ class CompressionState(Facts):
             name: a dictionary with step, world_size, memory and dense_memory (tensors by kind and parameter, of
             compressed and of densely averaged parameters), memory_counts, and compressor (bytes).
         """
-        # the next step would take a skipped one back, and a restart has nothing left to take it back with
-        if self._current is None and self._undo is not None and self._skipped(self._undo):
-            self.discard()
+        self._discard_skipped()
         return self._setup.checkpoint.save(self.step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -346,6 +344,7 @@ class CompressionState(Facts):
 
     def content(self) -> dict[str, Any]:
         """Return what is in this rank's entry, for a checkpoint of several states."""
+        self._discard_skipped()
         return self._setup.checkpoint.content(self.step)
 
     def prepare(self, content: Mapping[str, Any]) -> Callable[[], None]:
@@ -367,7 +366,8 @@ class CompressionState(Facts):
     def _resume(self, step: int) -> None:
         """Go on from a checkpoint, once all ranks agree on it."""
         self.step = step
-        self._undo = None
+        # of a step that this training has not taken
+        self._undo = self.last = self.diagnosis = None
         # ranks may have loaded checkpoints of different steps
         self._setup.agreement.reopen()
 
@@ -403,6 +403,12 @@ class CompressionState(Facts):
         now = loss_scale(self.scaler) if scale is None else scale
         # an applied update stands: the scale falls, too, where another optimizer's gradients overflow
         return backed_off(self.scaler, undo.scale, now) and not (applied.known and applied.stepped)
+
+    def _discard_skipped(self) -> None:
+        """Before a checkpoint, take an exchange back whose step the loss scaler has skipped."""
+        # the next step would do it, and a restart has nothing left to take it back with
+        if self._current is None and self._undo is not None and self._skipped(self._undo):
+            self.discard()
 
     def _discard_if_unapplied(self, scale: float) -> None:
         """Take the last exchange back if its update went nowhere; there is no taking back once a step has begun."""
@@ -564,11 +570,16 @@ class CompressionState(Facts):
         with self.current.at():
             if skipped:
                 self.current.add_absent()
-            outcome = self.current.complete()
+            try:
+                outcome = self.current.complete()
+            except NonFiniteGradientError:
+                self._rewind()
+                raise
         if outcome.diagnosis is not None:
             self.diagnosis = outcome.diagnosis
-        # a refused step has changed no memory: there is nothing to take back
-        if outcome.record is not None and outcome.fill is None:
+        if outcome.fill is not None:
+            self._rewind()
+        elif outcome.record is not None:
             self._undo = self._before
             self._setup.applied.begin()
         self._drop_step()
@@ -599,6 +610,11 @@ class CompressionState(Facts):
         # complete() has counted the step already
         if every and (self.step - 1) % every == 0:
             check_applied(named, group)
+
+    def _rewind(self) -> None:
+        """Take back what a refused step has changed in the compressor; it has changed no memory."""
+        if self._before is not None:
+            self.compressor.rewind(self._before.compressor)
 
     def _drop_step(self) -> None:
         self._current = None

@@ -266,6 +266,8 @@ class Step:
         self.skipped = self.ended = False
         self._setup = setup
         self._open = False
+        # of averaged sparse gradients
+        self._sparse_bytes = 0
 
     def at(self) -> AbstractContextManager[None]:
         """Return a context in which headers say which step this is, and what must agree in it."""
@@ -323,6 +325,7 @@ class Step:
         if self._setup.guard.zeroes:
             values.nan_to_num_(0.0, 0.0, 0.0)
         mean = all_reduce_mean(values, self._setup.process_group)
+        self._sparse_bytes += values.numel() * values.element_size()
         # the same on every rank
         self.bad_elsewhere += mean.numel() - int(torch.isfinite(mean).sum())
         return mean.to_sparse(buffer.sparse_dim())
@@ -408,7 +411,7 @@ class Step:
                 self._push(pairs, flag)
         compressor = DenseCompressor() if dense_step else setup.compressor
         # all before the exchange, after which ratios may change
-        comparison = self._comparison()
+        comparison = self._comparison(compressor)
         target = compressor.target(layout.numel)
         dense_layers = self._dense_layers() if memory.masking and not dense_step else []
         unused = setup.usage.unused(pairs)
@@ -425,12 +428,12 @@ class Step:
             further = [s for p, s in layout.dense_places(pairs) if setup.further(p)]
             # passed only where it says something: a memory of one's own may not take it
             memory.update_dense(dense, **({"further": further} if further else {}))
-        setup.gradient.write(pairs, reduced.mean, self.scale)
-        # the memory is not settled yet, so that this step, too, can be refused as if nothing had happened:
+        # nothing is written or settled yet, so that this step, too, can be refused as if nothing had happened:
         # finite here, infinite in float16; mean and dtype, and so the answer, are the same on every rank
-        over = count_bad([g for _, g in pairs if g.dtype == torch.float16])
+        over = setup.gradient.beyond_half(pairs, reduced.mean, self.scale)
         if over:
             return self._refuse(Reduced([over] * len(reduced.flags)))
+        setup.gradient.write(pairs, reduced.mean, self.scale)
         if setup.verify_every and self.number % setup.verify_every == 0:
             check_applied([(layout.name(p), g) for p, g in pairs], group)
         # one more all-reduce, which all ranks reach: they agreed on diagnose_every
@@ -446,7 +449,9 @@ class Step:
             threshold=reduced.threshold,
             selected=reduced.selected,
             target=target,
-            bytes_sent=reduced.bytes_sent + dense.numel() * dense.element_size(),
+            bytes_sent=reduced.bytes_sent
+            + dense.numel() * dense.element_size()
+            + self._sparse_bytes,
             union=reduced.union,
             select_seconds=reduced.select_seconds,
             communicate_seconds=reduced.communicate_seconds,
@@ -500,16 +505,16 @@ class Step:
         where = self._setup.gradient.first_bad()
         self.problem = f"step {self.number}: NaN or infinite gradient elements: {ranks}{where}"
         fill = self._setup.guard.refuse(self.problem, self.pairs)
-        record = self._record(threshold=math.nan, selected=0, bytes_sent=reduced.bytes_sent)
+        sent = reduced.bytes_sent + self._sparse_bytes
+        record = self._record(threshold=math.nan, selected=0, bytes_sent=sent)
         return Outcome(record, fill=fill)
 
-    def _comparison(self) -> _Comparison | None:
+    def _comparison(self, compressor: Compressor) -> _Comparison | None:
         """Return what a diagnosis needs, if this is a step to diagnose."""
         every, layout = self._setup.diagnose_every, self._setup.layout
         if not every or self.number % every or not layout.numel:
             return None
-        target = self._setup.compressor.target
-        targets = [target(s.stop - s.start, name) for name, s in layout.parts()]
+        targets = [compressor.target(s.stop - s.start, name) for name, s in layout.parts()]
         return _Comparison(self._setup.memory.corrected.clone(), targets)
 
     def _diagnosis(self, before: _Comparison, reduced: Reduced) -> Diagnosis:

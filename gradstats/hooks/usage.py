@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradstats.hooks.gradient import FlatGradient, Pair, flatten, real_view
+from gradstats.hooks.leftover import remove_with
 
 __all__ = ["UnusedParameter", "Usage"]
 
@@ -69,9 +70,11 @@ class Usage:
             Parameters.
         """
         used = self._used  # alone: a parameter must not keep the state and its memory alive
+        handles = []
         for parameter in parameters:
             register: Any = parameter.register_post_accumulate_grad_hook
-            register(lambda p: used.add(id(p)))
+            handles.append(register(lambda p: used.add(id(p))))
+        remove_with(self, handles)
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that parameters were used, where autograd does not tell.

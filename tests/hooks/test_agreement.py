@@ -11,8 +11,11 @@ from support.every import every
 from workers import agreement as cases
 
 from gradstats.compressors import COMPRESSORS, Layerwise, make_compressor, make_selector
+from gradstats.errors import InputError
 from gradstats.hooks import AdamCorrection, ErrorFeedback, MomentumCorrection
 from gradstats.hooks.agreement import described, optimizer_options
+from gradstats.hooks.fragment import divide
+from gradstats.hooks.layout import check_patterns
 
 OPTIONS = {
     **{
@@ -53,6 +56,17 @@ def test_functions_are_known_by_what_is_in_them():
 
     one, same, other = (dict(described("x", choose(ratio))) for ratio in (0.1, 0.1, 0.2))
     assert one == same != other
+
+
+def test_a_set_is_the_same_in_every_process():
+    names = [f"{i}.bias" for i in range(50)]
+    one, other = set(names), set(dict.fromkeys(names[::-1]))
+    assert list(one) != list(other)  # as between processes
+    assert dict(described("x", one)) == dict(described("x", other))
+    assert dict(described("x", one)) != dict(described("x", one - {"0.bias"}))
+    assert check_patterns(one, "exclude") == check_patterns(other, "exclude")
+    with pytest.raises(InputError, match="fragments must be a list or a tuple"):
+        divide([], frozenset([("*",)]))
 
 
 def test_a_rate_of_an_optimizer_is_in_its_options():

@@ -56,6 +56,23 @@ def test_one_dense_step_is_ddp_to_the_bit(two):
     assert [rank["ddp"] for rank in two] == [[[True] * 7] * 2] * 2  # with SGD and with AdamW
 
 
+def test_one_step_takes_no_closure_and_follows_an_outer_rate_that_changes(two):
+    for said, off in [rank["otherwise"] for rank in two]:
+        assert said.startswith("steps=1 averages gradients before the optimizer's step")
+        assert max(off) < 1e-6
+
+
+def test_the_exchange_at_the_end_counts_and_loading_forgets_the_last_one(two):
+    for seen, loaded, back in [rank["counted"] for rank in two]:
+        # of 1, 2 and 3 of the six parameters in three fragments, each exchanged a step after the one before
+        assert seen[1, 4] == ([6, "after", 6, "after"], 2, 1, 2163)
+        assert seen[3, 4] == ([1, 2, 3, "after", 1, 2, 3, "after"], 2, 1, 2163)
+        # the last fragment was exchanged after the last step: what is left of the others is no whole exchange
+        assert seen[3, 3] == ([1, 2, 3, "after"], 1, 0, 2163)
+        assert loaded == (3, None, None)
+        assert back == (3, None)
+
+
 def test_without_an_outer_optimizer_parameters_become_the_mean(two):
     assert max(rank["mean"] for rank in two) < 1e-6
 
@@ -65,7 +82,8 @@ def test_it_learns_and_ends_with_the_same_parameters_everywhere(two, name):
     results = [rank[f"learns, {name}"] for rank in two]
     for first, last, parameters, exchanges in results:
         assert last < 0.8 * first
-        assert exchanges == (65 if name == "delayed" else 63) // cases.H
+        # and the one at the end
+        assert exchanges == (65 if name == "delayed" else 63) // cases.H + 1
         assert np.array_equal(parameters, results[0][2])
 
 

@@ -131,6 +131,44 @@ def test_both_parts_are_without_bias():
     assert (np.abs(np.mean(found, axis=0) - exact) < 4 * error).all()
 
 
+def test_a_loss_scale_that_changes_gives_no_step_more_weight():
+    found = []
+    for scales in ([1.0] * 6, [2.0**16, 2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**13]):
+        net, scaler = model(), torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))  # from then on its scale can be set
+        monitor = Monitor(net, noise=True, scaler=scaler)
+        for step, scale in enumerate(scales):
+            scaler.update(scale)
+            net.zero_grad()
+            for i in range(2):
+                scaler.scale(net(inputs(0, 2 * step + i)).square().mean()).backward()
+            monitor.step()
+        found.append(monitor.values)
+    for name in ("noise_scale", "micro_cosine"):
+        one, other = (values[f"gradient/{name}"] for values in found)
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_step_that_is_not_described_computes_nothing(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "gradstats.hooks.noise.noise_ends", lambda *_: asked.append("ends") or (0.0, 1.0)
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.get_scale = lambda: asked.append("scale") or 2.0
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    monitor = Monitor(net, every=2, optimizer=optimizer, noise=True, scaler=scaler)
+    monitor._noise._values = lambda: asked.append("values") or {}
+    for step in range(12):
+        optimizer.zero_grad()
+        for i in range(2):
+            (2 * net(inputs(0, 2 * step + i)).square().mean()).backward()
+        optimizer.step()
+    # six steps described: the interval in the first and the sixth of them
+    assert [asked.count(each) for each in ("scale", "values", "ends")] == [6, 6, 2]
+
+
 def test_what_cannot_be_compared_is_said_once():
     for passes, zero, message in ((1, True, "one alone"), (2, False, "not zeroed")):
         net = model()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import glob
 import io
 import subprocess
 import sys
@@ -24,7 +26,14 @@ from gradstats.compressors import (
 )
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, MomentumCorrection, dgc_warm_up
-from gradstats.hooks.checkpoint import pack_state
+from gradstats.hooks.checkpoint import (
+    pack_optimizer,
+    pack_state,
+    unpack_optimizer,
+    unpack_state,
+)
+from gradstats.hooks.contents import tensor_text
+from gradstats.hooks.layout import ParameterLayout
 from gradstats.thresholds import Estimator
 
 pytestmark = pytest.mark.distributed
@@ -101,7 +110,9 @@ def test_small_and_excluded_parameters_are_averaged_densely():
 
 
 def test_warm_up_follows_its_schedule():
-    for selected, dense_error in run_ranks(2, cases.warm_up):
+    for selected, dense_error, targets in run_ranks(2, cases.warm_up):
+        # of all layers together, that of the record: all elements in the dense steps, too
+        assert targets == pytest.approx([1.0] * 5, rel=1e-3)
         assert selected[:3] == [1.0, 1.0, 1.0]
         assert dense_error < 1e-6
         assert selected[3:6] == pytest.approx([0.25] * 3, rel=1e-3)
@@ -188,6 +199,58 @@ def test_a_checkpoint_that_is_not_plain_gets_no_advice():
             state.load_state_dict(resealed(0, own, compressor=damaged))
         assert "weights_only" not in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_what_was_saved_on_a_device_that_is_gone_is_loaded(monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.25))
+    weight.sum().backward()
+    optimizer.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
+        state, packed = pack_state({"generator": torch.arange(4.0)}), pack_optimizer(optimizer)
+    assert unpack_state(state, "compressor")["generator"].tolist() == [0, 1, 2, 3]
+    found = unpack_optimizer(optimizer, packed, "optimizer")
+    assert torch.equal(found["state"][0]["exp_avg"], optimizer.state[weight]["exp_avg"])
+    assert found["param_groups"][0]["lr"] == 0.25
+
+
+def test_a_conjugated_tensor_can_be_sealed():
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    assert tensor_text(x.conj()) == tensor_text(x.conj().resolve_conj()) != tensor_text(x)
+    assert tensor_text(x.conj().imag) == tensor_text(-x.imag)  # negated lazily
+
+
+def test_an_optimizers_parameters_are_looked_through_once_for_all_states():
+    class Counted(list):
+        read = 0
+
+        def __iter__(self):
+            Counted.read += 1
+            return super().__iter__()
+
+    net = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(9))
+    states = [CompressionState(TopK(0.5), named_parameters=each.named_parameters()) for each in net]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer.param_groups[0]["params"] = Counted(optimizer.param_groups[0]["params"])
+    optimizer.step()
+    assert all(state._setup.applied.known for state in states)
+    # by the optimizer itself, before it, and after it
+    assert Counted.read == 3
+
+
+def test_names_among_the_patterns_are_not_searched_for(monkeypatch):
+    asked = []
+    match = fnmatch.fnmatchcase
+    monkeypatch.setattr(fnmatch, "fnmatchcase", lambda *a: asked.append(a) or match(*a))
+    named = [(f"{i}.w", torch.nn.Parameter(torch.ones(2))) for i in range(30)]
+    named += [("a[0]", torch.nn.Parameter(torch.ones(2)))]
+    excluded = [*(f"{i}.w" for i in range(20)), glob.escape("a[0]"), "2?.w"]
+    layout = ParameterLayout(exclude=excluded)
+    layout.add(named)
+    assert layout.names == []
+    # the 10 others of two patterns, and the escaped name
+    assert len(asked) <= 2 * 11
 
 
 def test_a_compressor_that_cannot_load_is_left_as_it_was():

@@ -58,8 +58,10 @@ def test_complex_parameters_are_averaged(ratio):
 
 
 def test_sparse_gradients_are_averaged_exactly():
-    for agree, names, message in run_ranks(2, trainings.sparse_embedding):
+    for agree, names, message, sent in run_ranks(2, trainings.sparse_embedding):
         assert all(agree)
+        # 50 rows of 4 travel as a dense vector, beside three elements and their positions
+        assert 800 + 24 <= sent < 800 + 200
         assert names == ["out.weight", "out.bias"]
         assert message.startswith("InputError: words.weight has a sparse gradient")
 
@@ -135,6 +137,9 @@ def test_a_schedule_that_cannot_be_followed_is_refused_at_once():
         CompressionState(Marsit(), ratio_at=late)
     with pytest.raises(InputError, match="ratio must be in"):
         CompressionState(TopK(0.1), ratio_at=lambda step: 0.1 if step < 100 else 0.0)
+    table = [0.5, 0.1, 0.1]
+    with pytest.raises(InputError, match=r"no ratio at step 4 \(IndexError: list index out of"):
+        CompressionState(TopK(0.1), ratio_at=lambda step: table[step])
     assert CompressionState(Marsit(), ratio_at=lambda step: 1.0 if step < 9 else None)
     assert make_compressor("marsit", 0.1).ratio is None
 
@@ -224,23 +229,36 @@ def test_clipping_after_bad_elements_became_zero(bad):
 
 
 def test_a_mean_beyond_float16_stays_in_the_residual():
-    ((seen, residual),) = run_ranks(1, trainings.half_overflow)
+    ((seen, residual, (message, own, same)),) = run_ranks(1, trainings.half_overflow)
     assert seen[0] == ([60_000.0, 0.0], False)
     assert seen[1] == ([0.0, 0.0], True)  # 39,000 twice
     assert residual == [0.0, float(np.float16(39_000))]
+    # a step that is refused by an error leaves the rank's own gradient, and no trace in the rule
+    assert message.startswith("NonFiniteGradientError: step 1: NaN or infinite gradient elements")
+    assert own == [60_000.0, float(np.float16(39_000))]
+    assert same
 
 
 def test_a_dense_step_with_momentum_correction_is_momentum_sgd():
     assert run_ranks(1, trainings.dense_momentum) == [pytest.approx([1, 1.9, 2.71, 3.439])]
 
 
-def test_a_model_does_not_keep_a_state_alive():
+def test_a_model_keeps_no_state_alive_and_no_hook_of_one():
     net = torch.nn.Linear(3, 2)
-    state = CompressionState(TopK(0.5), named_parameters=net.named_parameters())
-    gone = weakref.ref(state)
-    del state
+    states = [
+        CompressionState(TopK(0.5), named_parameters=net.named_parameters()) for _ in range(3)
+    ]
+    gone = [weakref.ref(each) for state in states for each in (state, state._setup.leftover)]
+    del states[1:]
     gc.collect()
-    assert gone() is None
+    assert [each() is None for each in gone] == [False, False, True, True, True, True]
+    # a hook of each kind for the state that is left
+    assert len(net.weight._backward_hooks) == len(net.weight._post_accumulate_grad_hooks) == 1
+    states.clear()
+    gc.collect()
+    assert gone[0]() is gone[1]() is None
+    assert not net.weight._backward_hooks
+    assert not net.weight._post_accumulate_grad_hooks
 
 
 def test_buckets_that_are_none_are_refused():

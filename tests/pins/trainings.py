@@ -103,7 +103,7 @@ def local(rank, path, name):
     with Capture(path, model) as capture:
         capture.follow(steps)
         with steps:
-            for step in range(STEPS):
+            for step in range(STEPS // 2 * 2):
                 optimizer.zero_grad()
                 backward(model, rank, step)
                 capture.step(loss=step / 2, learning_rate=0.1)

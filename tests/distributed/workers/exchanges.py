@@ -366,7 +366,79 @@ def shards(rank, world):
             optimizer.step()
         kept = [s.memory.residual for s in hook.states.values() if s.step]
         ends.append((flat([*sharded.gathered(model), *kept]), hook.last.step))
-    return close, [torch.equal(e, ends[0][0]) and n == ends[0][1] for e, n in ends[1:]]
+    same = [torch.equal(e, ends[0][0]) and n == ends[0][1] for e, n in ends[1:]]
+    return close, same, broken_off_shards(rank, mesh)
+
+
+class Scale:
+    """A loss scaler that is told what to do."""
+
+    scale = 4.0
+
+    def get_scale(self):
+        return self.scale
+
+    def get_backoff_factor(self):
+        return 0.5
+
+
+def broken_off_shards(rank, mesh):
+    """Whether nothing is left of a step that a scaler skipped, or that failed, and of micro-steps that stopped."""
+    scaler, same = Scale(), {}
+    model = sharded.shard(sharded.network(), mesh["shard"])
+    hook = shard_hook(model, mesh["replicate"], lambda: TopK(0.1), ErrorFeedback, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def backward(step):
+        (scaler.scale * sharded.loss_of(model, sharded.batch(step, rank, model))).backward()
+
+    def saved():
+        return hook.state_dict()[f"rank{rank}"]["contents"]
+
+    def fail(state, parameters, pairs):
+        if state is hook.states["0"]:  # the last unit to come
+            raise GradstatsError("before its exchange")
+
+    backward(0)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = saved()
+    backward(1)
+    scaler.scale = 2.0
+    same["skipped"] = saved() == before
+    optimizer.zero_grad()
+    backward(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = saved()
+    hook.observers.append(fail)
+    with contextlib.suppress(GradstatsError):
+        backward(2)
+    hook.observers.clear()
+    model.reset_iter_state()
+    optimizer.zero_grad()
+    same["one left"] = hook.states["0"].step, hook.states["2"].step
+    hook.discard()
+    same["failed"] = saved() == before
+    start = hook.state_dict()
+    ends = []
+    for way in ("never", "set to None", "discarded", "loaded"):
+        hook.load_state_dict(start)
+        optimizer.zero_grad()
+        if way != "never":
+            model.set_requires_all_reduce(False)
+            backward(99)
+            model.set_requires_all_reduce(True)
+            optimizer.zero_grad(set_to_none=way == "set to None")
+        if way == "discarded":
+            hook.discard()
+        elif way == "loaded":
+            hook.load_state_dict(start)
+        backward(2)
+        ends.append([p.grad.to_local().clone() for p in model.parameters()])
+    for each in ends[1:]:
+        same[len(same)] = all(map(torch.equal, each, ends[0]))
+    return same
 
 
 def local(rank, world):

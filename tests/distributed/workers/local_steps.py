@@ -364,6 +364,56 @@ def rolled_back(rank, world):
     return torch.equal(*seen)
 
 
+def one_step_otherwise(rank, world):
+    """Return what is said of a closure in data-parallel steps, and how far an outer rate of 0.5 is from its formula."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSteps(model, optimizer, steps=1):
+        try:
+            optimizer.step(lambda: backward(model, optimizer, rank, 0))
+        except GradstatsError as error:
+            said = str(error)
+        start = flat(model)
+        backward(model, optimizer, rank, 0)
+        gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        optimizer.step()
+        dist.all_reduce(gradient)
+        off = [float((flat(model) - (start - 0.1 * gradient / world)).abs().max())]
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with LocalSteps(model, optimizer, outer, steps=1):
+        start = flat(model)
+        outer.param_groups[0]["lr"] = 0.5  # as a scheduler does
+        backward(model, optimizer, rank, 0)
+        gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        optimizer.step()
+        dist.all_reduce(gradient)
+        off.append(float((flat(model) - (start - 0.05 * gradient / world)).abs().max()))
+    return said, off
+
+
+def counted(rank, world):
+    """Return calls around exchanges, and counts and last record: at the end, after loading, after going back then."""
+    seen = {}
+    for fragments, steps in ((1, 4), (3, 4), (3, 3)):
+        model = net()
+        optimizer = adamw(model)
+        local = LocalSteps(model, optimizer, steps=3, compressor=TopK(0.1), fragments=fragments)
+        calls = []
+        local.watch(lambda pairs, c=calls: c.append(len(pairs)), lambda c=calls: c.append("after"))
+        train(local, model, optimizer, rank, steps)
+        seen[fragments, steps] = calls, local.exchanges, local.last.step, local.last.numel
+    model = net()
+    optimizer = adamw(model)
+    local = LocalSteps(model, optimizer, steps=1, compressor=TopK(0.1))
+    train(local, model, optimizer, rank, 3)
+    other = LocalSteps(model, optimizer, steps=1, compressor=TopK(0.1))
+    train(other, model, optimizer, rank, 1)
+    other.load_state_dict(local.state_dict())
+    loaded = other.exchanges, other.last, other._fragments[0].state.last
+    other.discard()
+    return seen, loaded, (other.exchanges, other.last)
+
+
 def lost_rank(rank, world, folder, delay):
     """Return nothing, but leave the error of the rank that stays in a file: the other one is gone."""
     model = net()
@@ -447,6 +497,8 @@ def two_ranks(rank, world, folder):
         {
             "diloco": lambda: diloco_beside_its_loop(rank, world, 17),
             "ddp": lambda: [one_step_beside_ddp(rank, world, n) for n in ("SGD", "AdamW")],
+            "otherwise": lambda: one_step_otherwise(rank, world),
+            "counted": lambda: counted(rank, world),
             "mean": lambda: the_mean_of_the_parameters(rank, world),
             "not finite": lambda: not_finite(rank, world),
             "wrong": lambda: wrong(rank, world),

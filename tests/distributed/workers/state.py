@@ -156,9 +156,10 @@ def warm_up(rank, world):
         TopK(0.5),
         named_parameters=net.named_parameters(),
         ratio_at=dgc_warm_up(3, (1.0, 0.25, 0.01)),
+        diagnose_every=2,
     )
     ddp.register_comm_hook(state, compression_hook)
-    selected, dense_error = [], 0.0
+    selected, targets, dense_error = [], [], 0.0
     for step in range(10):
         backward(ddp, rank, step)
         if step < 3:
@@ -166,7 +167,9 @@ def warm_up(rank, world):
             dense_error = max(dense_error, float(np.abs(flat_gradients(net) - mean).max()))
             assert not any(state.residual(p).any() for p in net.parameters())
         selected.append(state.last.selected / state.last.numel)
-    return selected, dense_error
+        if step % 2 == 0:
+            targets.append(int(state.diagnosis.target.sum()) / state.last.target)
+    return selected, dense_error, targets
 
 
 def clipping(rank, world):

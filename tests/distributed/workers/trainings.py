@@ -176,7 +176,7 @@ def sparse_embedding(rank, world):
     )
     streams.register_comm_hook(streaming, compression_hook)
     message = refusal(lambda: streams(torch.zeros(2, 3, dtype=torch.long)).sum().backward())
-    return agree, state._setup.layout.names, message
+    return agree, state._setup.layout.names, message, state.last.bytes_sent
 
 
 def other_dtype(rank, world, name, dtype):
@@ -590,7 +590,15 @@ def half_overflow(rank, world):
         net.zero_grad()
         ddp(torch.ones(1, 2).half()).sum().backward()
         seen.append((net.weight.grad.flatten().tolist(), state.last.problem != ""))
-    return seen, state.memory.residual.tolist()
+    kept = state.memory.residual.tolist()
+    ddp, state = wrapped(net, make_compressor("warm-exact", 0.5))
+    net.zero_grad()
+    ddp(torch.ones(1, 2).half()).sum().backward()
+    net.zero_grad()
+    before = repr(state.compressor.state_dict())
+    message = refusal(lambda: ddp(torch.ones(1, 2).half()).sum().backward())
+    same = repr(state.compressor.state_dict()) == before
+    return seen, kept, (message, net.weight.grad.flatten().tolist(), same)
 
 
 def dense_momentum(rank, world):
