@@ -154,7 +154,12 @@ def test_what_is_called_as_a_command_has_its_signature():
 
     assert inspect.signature(gradstats.report) == inspect.signature(write_report)
     assert inspect.signature(gradstats.pot) == inspect.signature(pot)
-    assert list(inspect.signature(gradstats.report).parameters) == ["sources", "path", "advice"]
+    assert list(inspect.signature(gradstats.report).parameters) == [
+        "sources",
+        "path",
+        "advice",
+        "client",
+    ]
 
 
 def test_objects_of_a_training_say_what_runs_and_what_was_sent(tmp_path, capsys):

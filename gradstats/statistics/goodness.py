@@ -31,6 +31,7 @@ from gradstats.statistics.laws.law import Method
 from gradstats.statistics.solution import FitError
 
 __all__ = [
+    "MOST_REPLICATES",
     "TAIL_RATIOS",
     "Bootstrap",
     "Comparison",
@@ -432,7 +433,7 @@ def compare(first: Fit, second: Fit, x: Array | Sketch | Magnitudes) -> Comparis
     return Comparison(difference, z, 2 * float(norm.sf(abs(z))), False)
 
 
-_MOST_REPLICATES = 100_000
+MOST_REPLICATES = 100_000
 """Largest number of replicates of a bootstrap: hours."""
 
 Statistic: TypeAlias = Literal["ks", "ad"]
@@ -522,7 +523,7 @@ def bootstrap(
     if not isinstance(statistic, str) or statistic not in ("ks", "ad"):
         raise InputError(f"no statistic {shown(statistic)}; there are ks, ad")
     size = check_count(size, "a bootstrap's size", 2)
-    replicates = check_count(replicates, "a bootstrap's replicates", 1, _MOST_REPLICATES)
+    replicates = check_count(replicates, "a bootstrap's replicates", 1, MOST_REPLICATES)
     rng = np.random.default_rng(check_seed(seed))
     sample = as_magnitudes(x).sample(size, rng)
     n = sample.count

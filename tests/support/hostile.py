@@ -570,9 +570,8 @@ def targets(rng: np.random.Generator) -> Iterator[Target]:
     yield Target(gradstats.fit_all, {"models": ["laplace", "dgamma"]})
     yield Target(pot.mean_excess, {})
     yield Target(pot.parameter_stability, {"ratios": (0.5, 0.1)})
-    yield Target(
-        pot.choose_threshold, {"ratios": (0.5,), "size": 100, "replicates": 19, "alpha": 0.2}
-    )
+    few = {"ratios": (0.5,), "size": 50, "replicates": 9, "alpha": 0.25, "splits": 1}
+    yield Target(pot.choose_threshold, few)
     yield Target(pot.tail_quantile, {"ratio": 0.01})
     yield Target(pot.stages, {"ratio": 0.01, "n_stages": 3})
     yield Target(_mixture, {"at": 0.1})

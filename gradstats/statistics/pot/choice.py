@@ -23,7 +23,7 @@ from gradstats.primitives.ratio import (
 )
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, fit
-from gradstats.statistics.goodness import bootstrap
+from gradstats.statistics.goodness import MOST_REPLICATES, bootstrap
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.peaks import (
     FEWEST,
@@ -38,6 +38,7 @@ from gradstats.statistics.solution import FitError
 
 __all__ = ["Candidate", "ThresholdChoice", "choose_threshold"]
 
+_MOST_SPLITS = 1000
 _SMALL = 500
 """Excesses tested below which a note says that the test has little power."""
 
@@ -194,8 +195,8 @@ def choose_threshold(
     FitError
         If there is no finite non-zero element.
     InputError
-        If a ratio is outside (0, 1], alpha outside (0, 1), the seed negative, or the replicates too few for the
-        bootstrap to reject anything at alpha.
+        If a ratio is outside (0, 1], alpha outside (0, 1), the seed negative, a number no whole one or more than a
+        thousand splits, or the replicates too few for the bootstrap to reject anything at alpha.
 
     Notes
     -----
@@ -206,7 +207,9 @@ def choose_threshold(
     limit 0 of the log-normal (σ = 1), at 20,000. Dependent elements are not allowed for.
     """
     alpha = check_number(alpha, "alpha", 0, 1)
-    check_count(replicates, "replicates")
+    replicates = check_count(replicates, "replicates", 1, MOST_REPLICATES)
+    # here too: without candidates no bootstrap would look at it
+    size = check_count(size, "size", 2)
     # the least p-value of a bootstrap is 1/(B + 1), of which the two tests together make 1 − (1 − p)²
     if -2 * math.log1p(-1 / (replicates + 1)) > alpha:
         least = math.ceil(-1 / math.expm1(-alpha / 2) - 1)
@@ -214,7 +217,7 @@ def choose_threshold(
             f"{replicates} replicates are too few to reject at {alpha}: ask for at least {least}"
         )
     check_seed(seed)
-    check_count(splits, "splits")
+    splits = check_count(splits, "splits", 1, _MOST_SPLITS)
     m = magnitudes_of(x)
     if ratios is None:
         ratios = np.geomspace(0.5, min(0.01, 1000 / m.count), 8).tolist()
