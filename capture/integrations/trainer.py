@@ -64,9 +64,8 @@ class TrainerCapture:
         self._comm_hook = comm_hook
         self._comm_state = comm_state
         self.capture: Capture | None = None
-        self._registered: Capture | None = (
-            None  # the state of DDP's hook, which passes on to later captures
-        )
+        # the state of DDP's hook, which passes on to later captures
+        self._registered: Capture | None = None
 
     def _open(
         self, model: nn.Module, start_step: int, scaler: Scaler | None, optimizers: Any = None

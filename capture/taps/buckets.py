@@ -85,12 +85,10 @@ class BucketTap(Tap):
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._copies: dict[int, _BucketCopy] = {}
         self._seen: set[int] = set()  # parameters in the buckets of a step that is recorded
-        self._reached: set[int] = (
-            set()
-        )  # parameters that the backward passes of the step have reached
-        self._passing: set[int] = (
-            set()
-        )  # those of a pass under way, and of passes before it that exchanged nothing
+        # parameters that the backward passes of the step have reached
+        self._reached: set[int] = set()
+        # those of a pass under way, and of passes before it that exchanged nothing
+        self._passing: set[int] = set()
         self._accumulation = Accumulation(layout.parameters)
         self._applied = Applied()
         self._applied.watch(layout.parameters)

@@ -133,9 +133,10 @@ def _several(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawi
     from gradstats.trace.sources import Subset
 
     # three steps, if none are named
-    vectors, most = {}, len(over["steps"] or (0, 0, 0))
+    vectors, most, what = {}, len(over["steps"] or (0, 0, 0)), []
     for source in sources:
         keys, layer = Subset(**over).keys(source), _layer(source, asked)
+        what.append(source.name + _said(layer))
         rank = keys[0][0]
         for kind in dict.fromkeys(kind for _, kind, _ in keys):
             steps = evenly([s for r, k, s in keys if (r, k) == (rank, kind)], most)
@@ -143,7 +144,7 @@ def _several(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawi
             for (*_, step), sketch in sketches_of(source, shown, asked.client, layer).items():
                 label = f"{source.name}, " * (len(sources) > 1) + f"{kind}, step {step}"
                 vectors[label] = sketch
-    return (vectors,), {}, ", ".join(f"{s.name}{_said(_layer(s, asked))}" for s in sources)
+    return (vectors,), {}, ", ".join(what)
 
 
 def _decay(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:

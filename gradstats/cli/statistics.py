@@ -94,8 +94,8 @@ PEAKS = Table(
     ("trace", "kind", "step"),
 )
 CHOICE = Table(
-    "Peaks over threshold, 95 % intervals; p: of 1000 excesses each, and what they cannot show stays; p stable: of one "
-    "ξ from there on",
+    "Peaks over threshold, 95 % intervals; p: that 1000 of the excesses are generalized Pareto, a test that misses "
+    "small misfits; p stable: of one ξ from there on",
     (
         *("trace", "step", "rank", "kind", "ratio", "threshold", "n", "mean_excess"),
         *("c", "c_low", "c_high", "scale", "p_value", "p_stable", "chosen"),

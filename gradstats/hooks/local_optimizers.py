@@ -83,7 +83,7 @@ class LocalOptimizers:
         Raises
         ------
         InputError
-            Out of a step with a closure that must have none.
+            If closures are not allowed: raised by ``optimizer.step(closure)``, not here.
         """
 
         def begin(_: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -80,8 +80,8 @@ class Monitor(Facts):
         Whether to compare the micro-batches that are accumulated for one optimizer step; a number says how many samples
         each of them has, which the noise scale is then in.
     scaler : Scaler, optional
-        ``torch.amp.GradScaler`` of the training, for calls of :meth:`step` by hand, and for `noise`, whose steps would
-        else weigh by their scales.
+        ``torch.amp.GradScaler`` of the training, for calls of :meth:`step` by hand, and for `noise`: without it
+        steps of a larger loss scale count for more.
     state : object, optional
         State of the DDP hook, such as :class:`gradstats.hooks.CompressionState`: its last record gives k̂/k, and its
         residual a norm.

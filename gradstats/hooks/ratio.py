@@ -103,9 +103,8 @@ class RatioSchedule:
             return None if self._at is None else self._at(step)
         except GradstatsError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a function of the user's raises, such as the end of a table
+        # whatever a function of the user's raises, such as the end of a table
+        except Exception as error:
             raise InputError(
                 f"the schedule has no ratio at step {step} ({type(error).__name__}: {first_line(error)}): it must have "
                 "one at every step, such as that of min(step, last)"

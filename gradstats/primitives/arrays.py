@@ -237,7 +237,7 @@ def strided(x: Array, stride: int) -> Array:
     stride : int
         Distance of the elements taken, at least 1.
     """
-    if x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous:
+    if _is_contiguous(x):
         return x.reshape(-1)[::stride]
     return taken(x, np.arange(0, numel_of(x), stride))
 
@@ -252,12 +252,15 @@ def taken(x: Array, positions: NDArray[np.int64]) -> Array:
     positions : ndarray of int64
         Positions in index order.
     """
-    contiguous = x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous
-    if contiguous:
+    if _is_contiguous(x):
         return x.reshape(-1)[torch_index(positions, x)]
     # reshape(-1) would copy the whole array for a sample of it
     places = np.unravel_index(positions, tuple(x.shape))
     return x[tuple(torch_index(p, x) for p in places)]
+
+
+def _is_contiguous(x: Array) -> bool:
+    return bool(x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous)
 
 
 def torch_index(index: NDArray[np.int64], like: Array) -> Array:
