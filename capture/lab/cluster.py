@@ -217,12 +217,9 @@ def _build(nproc: int, up: int, down: int, burst: int, made: TextIO) -> Cluster:
 
 def _make(namespace: str, made: TextIO) -> None:
     """Make a namespace that is in the file of the lock before it is there: killed in between, nothing is forgotten."""
-    if (
-        _NAMESPACES / namespace
-    ).exists():  # somebody else's, of which the file must not say that it is ours
-        raise LabError(
-            f"there is a namespace {namespace} already, which no lab has made: remove it"
-        )
+    # of somebody else's the file must not say that it is a lab's
+    if (_NAMESPACES / namespace).exists():
+        raise LabError(f"there is a namespace {namespace} already, of no lab's: remove it")
     made.seek(0, os.SEEK_END)
     made.write(f"{namespace}\n")
     made.flush()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["assumed_link", "cluster_of", "plan"]
 
 _CAVEAT = "Predicted, not run; the prediction says nothing about how training converges."
+
+
+def _baselines() -> Sequence[str]:
+    from gradstats.network import Baseline
+
+    return get_args(Baseline)
 
 
 def plan(  # numpydoc ignore=PR01
@@ -90,7 +96,7 @@ def plan(  # numpydoc ignore=PR01
         str,
         typer.Option(
             help="What compressors are compared with: none, DDP's averaging, or bf16, PyTorch's of bfloat16.",
-            **one_of("baseline", lambda: ("none", "bf16")),
+            **one_of("baseline", _baselines),
         ),
     ] = "none",
     bandwidth: Annotated[
@@ -375,10 +381,10 @@ def _computing(points: Records) -> list[float]:
 
 
 def _draw(records: Records, points: Records, path: Path) -> None:
-    from gradstats.plots import save, speedup
+    from gradstats.plots import SpeedupAt, save, speedup
     from gradstats.plots.files import styled
 
-    both: tuple[Literal["rate", "workers"], ...] = ("rate", "workers")
+    both: tuple[SpeedupAt, ...] = get_args(SpeedupAt)
     axes = [at for at in both if len({r[at] for r in records}) > 1]
     if not axes:
         raise InputError("a figure needs several --bandwidth or --workers; give one of them twice")

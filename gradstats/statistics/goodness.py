@@ -26,7 +26,7 @@ from gradstats.primitives.ratio import (
 )
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, as_magnitudes, check_fit, fit, fittable
-from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.solution import FitError
 
@@ -37,6 +37,7 @@ __all__ = [
     "Comparison",
     "Distances",
     "Goodness",
+    "Statistic",
     "bootstrap",
     "compare",
     "goodness",
@@ -473,7 +474,7 @@ class Bootstrap:
 
 def bootstrap(
     x: Array | Sketch | Magnitudes,
-    model: str,
+    model: LawName | str,
     method: Method = "closed",
     *,
     statistic: Statistic = "ks",

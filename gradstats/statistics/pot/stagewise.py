@@ -10,7 +10,7 @@ from gradstats.primitives.ratio import check_number, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, fit
 from gradstats.statistics.goodness import Distances
-from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.peaks import NAN, finite_of, magnitudes_of
 from gradstats.statistics.solution import FitError
@@ -57,7 +57,7 @@ def stages(
     x: Array | Sketch | Magnitudes,
     ratio: float,
     n_stages: int,
-    model: str = "laplace",
+    model: LawName | str = "laplace",
     first: float = 0.25,
     method: Method = "closed",
 ) -> list[Stage]:
