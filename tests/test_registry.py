@@ -40,7 +40,7 @@ def test_installed_packages_are_looked_through_once_for_all_groups(monkeypatch):
     registry._installed.cache_clear()
     groups = "console_scripts", "gradstats.commands", "gradstats.none"
     for group in groups:
-        assert registry.entries(group) == entry_points(group=group), group
+        assert list(registry.entries(group)) == list(entry_points(group=group)), group
     assert looked == [{}]
 
 
