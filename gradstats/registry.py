@@ -23,7 +23,7 @@ _FILES: dict[str, None] = {}
 
 
 @cache
-def _installed() -> EntryPoints:
+def _installed() -> Any:  # of a type of its own before Python 3.12
     """Return what installed packages bring to all groups: reading it takes as long for one of them."""
     return entry_points()
 
@@ -36,7 +36,8 @@ def entries(group: str) -> EntryPoints:
     group : str
         Name of the group, such as ``gradstats.commands``.
     """
-    return _installed().select(group=group)
+    found: EntryPoints = _installed().select(group=group)
+    return found
 
 
 def load(entry: EntryPoint) -> Any:
