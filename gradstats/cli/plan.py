@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -165,11 +165,12 @@ def plan(  # numpydoc ignore=PR01
         if not (up and down) or rates:
             raise InputError("--up and --down go together, and take the place of --bandwidth")
         rates = [(parse_rate(up), parse_rate(down))]
-    coded = Codec(indices, values) != PLAIN
+    # as typed: their options have checked them
+    codec = Codec(cast("Any", indices), cast("Any", values))
     with progress_bar() as bar:
         bar.add_task("plan", total=None)
         cluster = cluster_of(
-            measured_network, link, rtt, sources[0].numel, ratio, compressor or (), coded
+            measured_network, link, rtt, sources[0].numel, ratio, compressor or (), codec != PLAIN
         )
         records = network.plan(
             sources[0],
@@ -179,8 +180,8 @@ def plan(  # numpydoc ignore=PR01
             **given(ratios=ratio, compressors=compressor, rates=rates, local_steps=local_steps),
             fragments=fragments,
             delay=delay,
-            codec=Codec(indices, values),
-            baseline=baseline,
+            codec=codec,
+            baseline=cast("Any", baseline),
         )
     if figure is not None:
         _draw(records, points, figure)

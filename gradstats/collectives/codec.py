@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -44,8 +44,6 @@ _SCALED = {
     },
     "float8_e5m2": FORMATS["e5m2"],
 }
-SCALED = tuple(_SCALED)
-"""Names of the ways in which values travel as multiples of a scale; coding them takes time of its own."""
 Values: TypeAlias = Literal[
     "float32",
     "float16",
@@ -62,6 +60,8 @@ Values: TypeAlias = Literal[
 ]
 VALUES: tuple[Values, ...] = get_args(Values)
 """Names of the ways in which values travel."""
+SCALED = tuple(name for name in VALUES if name in _SCALED)
+"""Names of the ways in which values travel as multiples of a scale; coding them takes time of its own."""
 CHUNK = 256
 """Values that share a scale, or, in the formats of shorter blocks, several scales."""
 _WORD = 4
@@ -452,7 +452,8 @@ def as_codec(codec: Codec | torch.dtype) -> Codec:
         If it is neither, or values cannot travel as this type.
     """
     if isinstance(codec, torch.dtype):
-        return Codec(values=str(codec).removeprefix("torch."))
+        # a codec refuses types that it does not have
+        return Codec(values=cast("Values", str(codec).removeprefix("torch.")))
     if not isinstance(codec, Codec):
         raise InputError(f"a codec is needed, such as Codec('rice', 'int8'), not {shown(codec)}")
     return codec

@@ -141,7 +141,7 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     delay: int = 0,
     draws: int = 200,
     codec: Codec = PLAIN,
-    baseline: str = "none",
+    baseline: Baseline = "none",
 ) -> Question:
     """Check the options of :func:`gradstats.network.plan`, whose parameters these are."""
     ratios = check_ratios(ratios)

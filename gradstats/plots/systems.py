@@ -38,14 +38,14 @@ __all__ = [
 
 _FEW_LAYERS = 8
 CurveValue: TypeAlias = Literal["loss", "quality", "residual_norm", "matching_rate"]
-_MEASURED: dict[CurveValue, str] = {
+_MEASURED = {
     "loss": "training loss",
     "quality": "k̂/k",
     "residual_norm": "norm of the residual",
     "matching_rate": "share of matching signs",
 }
 CurveBy: TypeAlias = Literal["step", "seconds", "megabytes"]
-_SPENT: dict[CurveBy, str] = {
+_SPENT = {
     "step": "step",
     "seconds": "seconds of training",
     "megabytes": "MB sent by a rank",

@@ -197,7 +197,9 @@ CODECS: dict[
 each before the words that are new; and the differences of all words, byte by byte, compressed by DEFLATE."""
 
 
-def _codec(name: str) -> tuple[Callable[[Words, Words], bytes], Callable[[Words, bytes], Words]]:
+def _codec(
+    name: DeltaCodec,
+) -> tuple[Callable[[Words, Words], bytes], Callable[[Words, bytes], Words]]:
     if name not in CODECS:
         raise InputError(f"changes are written as {', '.join(CODECS)}, not {name!r}")
     return CODECS[name]
