@@ -117,7 +117,7 @@ def stages(
             found.append(Stage(number, None, over.count, asked, status=str(error)))
             break
         # a stage's quantile is an excess over the threshold of the last (eq. 7 and 10)
-        threshold += float(fitted.magnitude.isf(asked))
+        threshold += float(LAWS[fitted.model].magnitude.isf(asked, **fitted.params))
         after = m.exceedances(threshold)
         ks = Distances(fitted, over).kolmogorov()
         found.append(Stage(number, fitted, over.count, asked, threshold, after / before, ks))
