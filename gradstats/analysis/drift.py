@@ -205,7 +205,7 @@ def dataset_of(
     models: Sequence[LawName | str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
-    quantities: Sequence[Quantity] = (),
+    quantities: Sequence[str] = (),
     client: Any = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> xarray.Dataset:
@@ -360,7 +360,7 @@ def drift(
     return drift_records(dataset, names)
 
 
-def drift_records(dataset: xarray.Dataset, quantities: Sequence[Quantity] = ()) -> Records:
+def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Records:
     """Quantify how a run's quantities move, which a warm-started threshold relies on.
 
     Positive quantities are followed on a logarithmic scale, so that slopes and changes are relative. The mean over

@@ -178,7 +178,7 @@ def _training(
     from gradstats.trace.sources import Subset
 
     source = _only(sources)
-    quantity: Any = asked.quantity or "mean"  # its option has checked it
+    quantity = asked.quantity or "mean"
     layers = {"layers": asked.layers} if asked.layers else {"per_layer": per_layer}
     data = dataset_of(
         source,
