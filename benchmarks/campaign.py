@@ -12,7 +12,6 @@ docs/reliability.md.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,12 +21,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from records import DOCS, RESULTS, ROOT, Row, put, store, stored
+from faults.processes import start
+from records import DOCS, RESULTS, Row, put, store, stored
 from rich.console import Console
 from rich.progress import Progress
-
-for folder in ("tests", "tests/distributed"):
-    sys.path.insert(0, str(ROOT / folder))
 
 FILE = RESULTS / "campaign.jsonl"
 
@@ -110,8 +107,6 @@ def _batch(part: Part, numbers: range, reports: Connection) -> None:
 
 def run(name: str, numbers: range, done: Callable[[], None] = lambda: None) -> Row:
     """Run some trials of a part in a process of their own; return the row to store."""
-    from faults.processes import start
-
     part = PARTS[name]
     outcomes: Counter[str] = Counter()
     faults = []

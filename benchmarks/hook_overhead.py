@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "distributed"))
 
 import torch
 import torch.distributed as dist

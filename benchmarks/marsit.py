@@ -19,20 +19,18 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from plateau import interval, one
-from records import DOCS, RESULTS, ROOT, Row, dump, put, store, stored
+from ranks import run_ranks
+from records import DOCS, RESULTS, Row, dump, put, store, stored
 
 from capture.workloads import WORKLOADS, RunConfig
 from gradstats.compressors import Compressor, DenseCompressor, Marsit
 from gradstats.compressors.signs import bits_per_element
-
-sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 FILE, TIMES = RESULTS / "marsit.jsonl", RESULTS / "marsit-times.json"
 OWN = RESULTS / "marsit-own.jsonl"
@@ -98,8 +96,6 @@ def exchange(rank: int, world: int, numel: int, rounds: int) -> dict[str, list[f
 
 def measure(rounds: int = 40) -> list[Row]:
     """Return the time of an exchange by ring and by torus, in multiples of the dense one beside it."""
-    from ranks import run_ranks
-
     rows = []
     for numel in (270_000, 4_500_000):
         by_rank = run_ranks(RANKS, exchange, numel, rounds)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -32,14 +31,11 @@ from bounds import (
     within_tolerance,
 )
 from numpy.typing import NDArray
+from ranks import run_ranks
+from rates import Regression, of_layers, of_one_bit
 from records import DOCS, RESULTS, ROOT, Row, put, store, stored
 from rich.console import Console
 from rich.progress import track
-
-sys.path.insert(0, str(ROOT / "tests" / "distributed"))
-
-from ranks import run_ranks
-from rates import Regression, of_layers, of_one_bit
 
 import gradstats
 from capture.workloads import RunConfig, run

@@ -1,6 +1,6 @@
 """Claims beside measurements, and other tables and sentences: all their numbers are those of docs/results or data/.
 
-``PYTHONPATH=tools:benchmarks python tests/docs/test_claims.py --write`` makes the tables anew, and shows what the
+``PYTHONPATH=benchmarks python tests/docs/test_claims.py --write`` makes the tables anew, and shows what the
 sentences must say.
 """
 
