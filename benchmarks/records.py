@@ -10,17 +10,17 @@ import argparse
 import json
 import platform
 import re
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pages import DOCS, RESULTS, ROOT, fidelity_rows, grid, put
-from rich.console import Console
-from rich.progress import track
 
 __all__ = [
     "DOCS", "RESULTS", "ROOT", "Row", "by", "command", "complete", "dump", "fidelity_rows", "grid", "keep",
-    "measure_into", "missing", "processor", "put", "show", "store", "stored", "tracked",
+    "measure_into", "missing", "processor", "put", "show", "store", "stored",
 ]  # fmt: skip
 
 Row = dict[str, Any]
@@ -92,16 +92,14 @@ def complete(
     measure : callable
         Called with the parts of a case; returns its row, or several.
     """
-    for case in tracked(missing(file, key, cases)):
+    left = missing(file, key, cases)
+    for count, case in enumerate(left, 1):  # no bar: trainings have their own
+        name = textwrap.shorten(" ".join(map(str, case)), 100)
+        print(f"{count} of {len(left)}: {name}", file=sys.stderr, flush=True)
         made = measure(*case)
         for row in [made] if isinstance(made, dict) else made:
             store(file, row)
     return stored(file)
-
-
-def tracked(cases: list[Any]) -> Iterable[Any]:
-    """Show on stderr how many cases are done, and how long the others will take."""
-    return track(cases, "cases", console=Console(stderr=True))
 
 
 def command(about: str | None, page: str = "measurements.md") -> argparse.ArgumentParser:
@@ -114,7 +112,7 @@ def command(about: str | None, page: str = "measurements.md") -> argparse.Argume
 def show(tables: Mapping[str, str], write: bool, page: str = "measurements.md") -> None:
     """Print tables by their marks; put them into a page of docs/ if they are to be written."""
     for mark, text in tables.items():
-        print(text, end="\n\n")
+        print(f"{mark}\n\n{text}\n")
         if write:
             put(DOCS / page, mark, text)
 
