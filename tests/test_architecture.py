@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from functools import cache
@@ -255,6 +256,16 @@ def test_scalar_rooms_are_free_of_torch(rooms):
 )
 def test_what_stays_unloaded(code, absent):
     assert not loaded_by(code) & absent
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_programs_find_what_they_import_without_edits_of_the_path(folder):
+    """A program finds what is beside it; tools are told of benchmarks/ by the Makefile."""
+    edit = re.compile(r"sys\.path *(\.\w+\(|\[|\+?=)|\baddsitedir\(")
+    assert edit.search("sys.path.insert(0, folder)")
+    programs = sorted((ROOT / folder).rglob("*.py"))
+    assert len(programs) > 5
+    assert [p.name for p in programs if edit.search(p.read_text(encoding="utf-8"))] == []
 
 
 def test_functions_are_not_shadowed_by_modules():

@@ -1,6 +1,6 @@
 """Draw the figures of the README and the docs into docs/img/.
 
-    python tools/figures.py [NAME …]
+    PYTHONPATH=benchmarks python tools/figures.py [NAME …]
 
 ``make figures`` draws all of them. Most are drawn from the traces in data/. Figures of live runs are drawn from the
 flat records in docs/results/NAME.json, which benchmarks/diagnostics.py, benchmarks/validation.py and ``gradstats
