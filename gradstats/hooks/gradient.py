@@ -295,6 +295,7 @@ class FlatGradient:
                 memory.add(flat, slot, further=True)
             else:
                 memory.add(flat, slot)
+        # two sums say as much as one a parameter
         if len(pairs) == len(layout.slots) + len(layout.dense_slots):
             return [memory.corrected[: layout.numel], self.dense]
         return [self._part(memory.corrected, parameter) for parameter, _ in pairs]
@@ -323,7 +324,7 @@ class FlatGradient:
         """
         slots = self.layout.slots
         sizes = [slot.stop - slot.start for slot in slots.values()]
-        # all views in one call, which takes a third of the time of one for each
+        # all views in one call: to cut a small one out takes longer than to copy it
         parts = dict(zip(slots, mean[: self.layout.numel].split(sizes), strict=True))
         # the whole update decides: what a single layer leaves in the caches is gone before the optimizer comes
         past = mean.numel() >= _BEYOND_CACHES and _plain(mean)
@@ -340,8 +341,8 @@ class FlatGradient:
                 continue
             whole.append((target, part.view_as(target)))
         if scale == 1 and whole:
-            targets, parts = zip(*whole, strict=True)
-            copy_all(targets, parts)
+            targets, sources = zip(*whole, strict=True)
+            copy_all(targets, sources)
         else:
             for target, part in whole:
                 # multiplied in the memory's dtype, and rounded once, to the gradient's
