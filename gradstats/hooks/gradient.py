@@ -50,8 +50,12 @@ def pairs_of(bucket: GradBucket) -> list[Pair]:
     list of (parameter, gradient)
         Contiguous views of the parameters' shapes and dtypes; see :func:`logical` for the order of their elements.
     """
+    parameters = bucket.parameters()
+    if not any(parameter.is_complex() for parameter in parameters):
+        # all of them in one call: parameters may be many and small
+        return list(zip(parameters, bucket.gradients(), strict=True))
     buffer, pairs, start = bucket.buffer(), [], 0
-    for parameter in bucket.parameters():
+    for parameter in parameters:
         n = parameter.numel()
         if parameter.is_complex() and not buffer.is_complex():
             gradient = torch.view_as_complex(buffer[start : start + 2 * n].view(-1, 2))
@@ -104,7 +108,9 @@ def flatten(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     tensor, shape (n,)
         A view where possible. A complex gradient has real and imaginary parts in turn.
     """
-    return real_view(logical(parameter, gradient.detach())).reshape(-1)
+    # a bucket's gradient needs none of its own, and to detach it takes as long as a small one
+    detached = gradient.detach() if gradient.requires_grad else gradient
+    return real_view(logical(parameter, detached)).reshape(-1)
 
 
 def real_view(values: torch.Tensor) -> torch.Tensor:
@@ -253,7 +259,7 @@ class FlatGradient:
         self,
         pairs: Sequence[Pair],
         factor: float = 1.0,
-        further: Callable[[torch.Tensor], bool] = lambda parameter: False,
+        further: Callable[[torch.Tensor], bool] | None = None,
     ) -> list[torch.Tensor]:
         """Write gradients plus memory.
 
@@ -263,33 +269,41 @@ class FlatGradient:
             Gradients that are ready.
         factor : float
             What they are multiplied by: clipping, and one over the loss scale.
-        further : callable
-            Tells of a parameter whether an earlier exchange has taken a part of its step's gradient.
+        further : callable, optional
+            Tells of a parameter whether an earlier exchange has taken a part of its step's gradient; of none if None.
 
         Returns
         -------
         list of tensors
-            The parts written, one a parameter.
+            The parts written: one a parameter, or the two vectors if the gradient is whole.
         """
-        written = []
+        layout, memory = self.layout, self.memory
         for parameter, gradient in pairs:
             flat = flatten(parameter, gradient)
             if factor != 1.0:
                 # widened first: in float16 the product would round, and small elements vanish
-                flat = flat.to(self.layout.dtype) * factor
-            more = further(parameter)
+                flat = flat.to(layout.dtype) * factor
+            more = further is not None and further(parameter)
             # once an optimizer step, not once an exchange
             if self._weight_decay and not more:
                 flat = torch.add(flat, flatten(parameter, parameter), alpha=self._weight_decay)
-            slot = self.layout.slots.get(id(parameter))
-            if slot is not None:
-                self.memory.add(flat, slot, **({"further": True} if more else {}))
-                written.append(self.memory.corrected[slot])
-            else:
-                part = self.dense[self.layout.dense_slots[id(parameter)]]
+            slot = layout.slots.get(id(parameter))
+            if slot is None:
                 # the memory has no part in it: what is averaged densely leaves nothing over
-                written.append(part.copy_(flat))
-        return written
+                self.dense[layout.dense_slots[id(parameter)]].copy_(flat)
+            elif more:
+                memory.add(flat, slot, further=True)
+            else:
+                memory.add(flat, slot)
+        # two sums say as much as one a parameter
+        if len(pairs) == len(layout.slots) + len(layout.dense_slots):
+            return [memory.corrected[: layout.numel], self.dense]
+        return [self._part(memory.corrected, parameter) for parameter, _ in pairs]
+
+    def _part(self, vector: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's part of a compressed vector, or of the densely averaged one."""
+        slot = self.layout.slots.get(id(parameter))
+        return self.dense[self.layout.dense_slots[id(parameter)]] if slot is None else vector[slot]
 
     def write(
         self,
@@ -309,25 +323,26 @@ class FlatGradient:
             The loss scale that the gradients are to carry.
         """
         slots = self.layout.slots
+        sizes = [slot.stop - slot.start for slot in slots.values()]
+        # all views in one call: to cut a small one out takes longer than to copy it
+        parts = dict(zip(slots, mean[: self.layout.numel].split(sizes), strict=True))
         # the whole update decides: what a single layer leaves in the caches is gone before the optimizer comes
         past = mean.numel() >= _BEYOND_CACHES and _plain(mean)
         whole: list[Pair] = []
         for parameter, gradient in pairs:
             target = real_view(logical(parameter, gradient))
-            slot = slots.get(id(parameter))
-            if slot is None:
+            part = parts.get(id(parameter))
+            if part is None:
                 part = self.dense[self.layout.dense_slots[id(parameter)]]
             elif past and target.numel() >= _LARGE and _plain(target):
                 from gradstats.primitives.loops.copies import copy_past_caches
 
-                copy_past_caches(target.view(-1).numpy(), mean[slot].numpy(), np.float32(scale))
+                copy_past_caches(target.view(-1).numpy(), part.numpy(), np.float32(scale))
                 continue
-            else:
-                part = mean[slot]
             whole.append((target, part.view_as(target)))
         if scale == 1 and whole:
-            targets, parts = zip(*whole, strict=True)
-            copy_all(targets, parts)
+            targets, sources = zip(*whole, strict=True)
+            copy_all(targets, sources)
         else:
             for target, part in whole:
                 # multiplied in the memory's dtype, and rounded once, to the gradient's

@@ -203,7 +203,7 @@ class ParameterLayout:
         InputError
             If one was never added.
         """
-        if any(id(p) not in self.slots and id(p) not in self.dense_slots for p in parameters):
+        if set(map(id, parameters)) - self.slots.keys() - self.dense_slots.keys():
             raise InputError(
                 "the hook met a parameter that named_parameters did not list; pass the model DDP wraps"
             )
@@ -222,7 +222,7 @@ class ParameterLayout:
             If a parameter was never added, or one that was did not come.
         """
         self.require(parameters)
-        came, expected = {id(p) for p in parameters}, len(self.slots) + len(self.dense_slots)
+        came, expected = set(map(id, parameters)), len(self.slots) + len(self.dense_slots)
         # a parameter that came twice shows in the length alone
         if len(came) != expected or len(parameters) != expected:
             absent = [name for key, name in self._names.items() if key not in came]

@@ -116,7 +116,10 @@ class Memory(_Optional, ABC):
             Whether an earlier exchange has taken a part of the same step's gradient, so that a momentum has decayed.
         """
         # passed only where it is true: a memory of one's own may not take it
-        self.preview(gradient, slot, self.corrected[slot], **({"further": True} if further else {}))
+        if further:
+            self.preview(gradient, slot, self.corrected[slot], further=True)
+        else:
+            self.preview(gradient, slot, self.corrected[slot])
 
     @abstractmethod
     def preview(

@@ -407,7 +407,8 @@ class Step:
         dense_step, flag = setup.schedule.dense(self.number), 0
         if not self._streams():
             flag = self._take(pairs)
-            if not dense_step:
+            # one that streams and had to wait, as for the norm to clip by; others take nothing before the exchange
+            if not dense_step and setup.compressor.streams:
                 self._push(pairs, flag)
         compressor = DenseCompressor() if dense_step else setup.compressor
         # all before the exchange, after which ratios may change
@@ -480,8 +481,9 @@ class Step:
 
     def _take(self, pairs: Sequence[Pair]) -> int:
         """Add the memory to gradients; return the flag for what is not finite after the policy saw to it."""
-        gradient = self._setup.gradient
-        further = self._setup.further
+        gradient, leftover = self._setup.gradient, self._setup.leftover
+        # asked of every parameter only where an earlier exchange left something
+        further = self._setup.further if leftover.parts or leftover.begun else None
         bad = count_bad(gradient.take(pairs, self._factor(pairs), further))
         if bad and self._setup.guard.zeroes:
             self.problem = f"{bad} NaN or infinite elements taken as zero{gradient.first_bad()}"

@@ -17,6 +17,7 @@ from gradstats.primitives.loops.words import (
     WORD,
     compress,
     fetch_ahead,
+    pair,
     view,
     within,
 )
@@ -89,21 +90,21 @@ def block_histogram(bits: NDArray[np.uint32], shift: int, counts: Written[np.uin
         Added to: one counter per bin.
     """
     # two elements are read at once; an unsigned index needs no test for Python's negative ones
-    pairs = bits[: bits.size // 2 * 2].view(np.uint64)
+    pairs = bits.size // 2
     low, high = np.uint64(shift), np.uint64(32 + shift)
     # without the sign, and without the other element
     mask = (np.uint64(1) << np.uint64(31 - shift)) - np.uint64(1)
-    whole = pairs.size - pairs.size % _PAIRS
+    whole = pairs - pairs % _PAIRS
     for start in range(0, whole, _PAIRS):
         fetch_ahead(bits, 2 * start, 2 * _PAIRS)
-        for i in range(_PAIRS):
-            pair = pairs[start + i]
-            counts[(pair >> low) & mask] += np.uint32(1)
-            counts[(pair >> high) & mask] += np.uint32(1)
-    for i in range(whole, pairs.size):
-        pair = pairs[i]
-        counts[(pair >> low) & mask] += np.uint32(1)
-        counts[(pair >> high) & mask] += np.uint32(1)
+        for i in range(start, start + _PAIRS):
+            both = pair(bits, 2 * i)
+            counts[(both >> low) & mask] += np.uint32(1)
+            counts[(both >> high) & mask] += np.uint32(1)
+    for i in range(whole, pairs):
+        both = pair(bits, 2 * i)
+        counts[(both >> low) & mask] += np.uint32(1)
+        counts[(both >> high) & mask] += np.uint32(1)
     if bits.size % 2:
         counts[(np.uint64(bits[-1]) >> low) & mask] += np.uint32(1)
 

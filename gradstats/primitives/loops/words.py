@@ -38,6 +38,7 @@ __all__ = [
     "fetch_ahead",
     "lowest",
     "ones",
+    "pair",
     "store_past_caches",
     "sum_from",
     "view",
@@ -115,6 +116,22 @@ def view(_: Any, x: Any, dtype: Any) -> Any:
         return imputils.impl_ret_borrowed(context, builder, found, other._getvalue())
 
     return found(x, dtype), build
+
+
+@_intrinsic
+def pair(_: Any, bits: Any, at: Any) -> Any:
+    """Return two neighbours of 32 bits as the number of 64 bits that they are in memory.
+
+    A view of the array as such numbers would be two functions more to compile, which take half a second.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = cgutils.create_struct_proxy(signature.args[0])(context, builder, arguments[0])
+        place = _place(builder, array.data, arguments[1], ir.IntType(2 * bits.dtype.bitwidth))
+        # a slice may begin at any element, so only their own alignment holds
+        return builder.load(place, align=4)
+
+    return types.uint64(bits, types.intp), build
 
 
 @_intrinsic
