@@ -453,7 +453,7 @@ class Capture(Facts):
             self._tap.end(model, loss, learning_rate)
 
     def close(self) -> None:
-        """Write what is queued and finish the trace.
+        """Write what is queued and finish the trace; the many files of sketches become few.
 
         Calling it twice does no harm. Ctrl-C takes effect when all is written; pressed again, at once.
         """

@@ -21,8 +21,9 @@ that the rank holds; its attribute ``shards`` says which, and ``shard_ranks`` wh
 
 ``xarray.open_datatree(path, engine="zarr", consolidated=False)`` opens it without this package, at any moment of its
 writing or after its writer was killed. Rows with step -1 are not committed. A process killed at any moment loses only
-those: chunk files appear complete or not at all, carry a checksum, and are written before their step number. The page
-"The trace format" of the documentation specifies every array, attribute and chunk.
+those: chunk files appear complete or not at all, carry a checksum, and are written before their step number. A writer
+that closes its group puts them into few files; a trace that was opened before has to be opened again. The page "The
+trace format" of the documentation specifies every array, attribute and chunk.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import shutil
 import stat
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -34,6 +34,7 @@ __all__ = [
     "KINDS",
     "LAYER_COMPRESSION",
     "OF_PARAMETERS",
+    "PACK",
     "SCHEMA",
     "STATISTICS",
     "STORES",
@@ -44,6 +45,8 @@ __all__ = [
     "Shard",
     "Store",
     "array_specs",
+    "chunk_name",
+    "chunks_of",
     "count_nonfinite",
     "create_trace",
     "from_bfloat16",
@@ -51,12 +54,13 @@ __all__ = [
     "is_trace",
     "key_encoding",
     "layout",
+    "pack_of",
     "read_metadata",
     "root_attributes",
     "to_bfloat16",
 ]
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of the format that is written, and the only one that is read."""
 
 Kind: TypeAlias = Literal["gradient", "corrected", "local", "pseudogradient", "update", "weight"]
@@ -83,6 +87,8 @@ RESERVED = ("format", "schema", "world_size", "numel", "layout")
 CHUNK = 1 << 22
 # rows laid out where nobody says how many steps come
 GROW = 64
+PACK = 2048
+"""Chunks in a pack at most: zarr reads the index of all of them, of 32 kB then, whenever it reads one."""
 
 BITS = 7
 """Mantissa bits of the histograms stored: bins 0.4 to 0.8 % wide."""
@@ -255,8 +261,8 @@ class ArraySpec:
     attributes : dict
         Attributes of the array.
     separator : {"/", "."}
-        Character between the indices in a chunk's name. With a dot chunks lie in the array's own folder, and no step
-        has to make folders; such chunks can be asked for one by one, but not listed.
+        Character between the indices in the name of a chunk's file. With a dot chunks lie in the array's own folder,
+        and no step has to make folders; such chunks can be asked for one by one, but not listed. Packs have the other.
     """
 
     name: str
@@ -275,13 +281,35 @@ class ArraySpec:
         """Return whether it holds a few numbers a step, many steps in one chunk file."""
         return self.rows > 1
 
-    def metadata(self, capacity: int) -> dict[str, Any]:
+    @property
+    def pack_separator(self) -> str:
+        """Return the character between the indices in the name of a pack, so that no chunk has the same name."""
+        return "/" if self.separator == "." else "."
+
+    def json(self, capacity: int, pack: int = 0) -> bytes:
+        """Return the text of the array's ``zarr.json``.
+
+        Parameters
+        ----------
+        capacity, pack : int
+            Those of :meth:`metadata`.
+
+        Returns
+        -------
+        bytes
+            The text.
+        """
+        return json.dumps(self.metadata(capacity, pack), indent=2).encode()
+
+    def metadata(self, capacity: int, pack: int = 0) -> dict[str, Any]:
         """Return the content of the array's ``zarr.json``.
 
         Parameters
         ----------
         capacity : int
             Length of the first dimension.
+        pack : int
+            Chunks along the steps that lie in one file; 0 if each is a file.
 
         Returns
         -------
@@ -301,20 +329,19 @@ class ArraySpec:
                 "blocksize": block,
             }
             codecs.append({"name": "blosc", "configuration": blosc})
+        # the checksum comes last, over the bytes on the disk, so that damage is found before Blosc decodes it
+        codecs.append({"name": "crc32c"})
+        chunk, file = [self.rows, *self.chunk], [self.rows * max(pack, 1), *self.chunk]
         return {
             "zarr_format": 3,
             "node_type": "array",
             "shape": [capacity, *self.shape],
             "data_type": self.dtype,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": [self.rows, *self.chunk]},
-            },
-            "chunk_key_encoding": key_encoding(self.separator),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": file}},
+            "chunk_key_encoding": key_encoding(self.pack_separator if pack else self.separator),
             # zarr writes NaN as a string, since JSON has none
             "fill_value": "NaN" if self.fill != self.fill else int(self.fill),
-            # the checksum comes last, over the bytes on the disk, so that damage is found before Blosc decodes it
-            "codecs": [*codecs, {"name": "crc32c"}],
+            "codecs": [_sharding(chunk, codecs)] if pack else codecs,
             "dimension_names": list(self.dimensions),
             "attributes": self.attributes,
             "storage_transformers": [],
@@ -459,6 +486,80 @@ def key_encoding(separator: str) -> dict[str, Any]:
         Character between the indices in a chunk's name.
     """
     return {"name": "default", "configuration": {"separator": separator}}
+
+
+def chunk_name(key: Iterable[int], separator: str) -> str:
+    """Return the name of a chunk's file, or of a pack's, in the folder of its array.
+
+    Parameters
+    ----------
+    key : iterable of int
+        Indices of the chunk.
+    separator : {"/", "."}
+        Character between them.
+    """
+    return separator.join(("c", *map(str, key)))
+
+
+def _sharding(chunk: list[int], codecs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the codec that puts chunks into one file, with an index at its end."""
+    index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    about = {"chunk_shape": chunk, "codecs": codecs, "index_codecs": index, "index_location": "end"}
+    return {"name": "sharding_indexed", "configuration": about}
+
+
+def chunks_of(about: Mapping[str, Any]) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return what an array's metadata says of its chunks, whether each is a file or they lie in packs.
+
+    Parameters
+    ----------
+    about : mapping
+        Content of the array's ``zarr.json``.
+
+    Returns
+    -------
+    shape : list of int
+        Shape of a chunk.
+    codecs : list of dict
+        Codecs of a chunk.
+    """
+    codecs = about["codecs"]
+    if codecs[0]["name"] == "sharding_indexed":
+        inner = codecs[0]["configuration"]
+        return inner["chunk_shape"], inner["codecs"]
+    return about["chunk_grid"]["configuration"]["chunk_shape"], codecs
+
+
+def pack_of(about: Mapping[str, Any]) -> int:
+    """Return how many chunks lie in a pack, as an array's metadata says it.
+
+    Parameters
+    ----------
+    about : mapping
+        Content of the array's ``zarr.json``.
+
+    Returns
+    -------
+    int
+        Chunks along the steps; 0 if each is a file.
+
+    Raises
+    ------
+    ValueError
+        If there are packs, and not such as are written.
+    """
+    shape, codecs = chunks_of(about)
+    if about["codecs"] == codecs:
+        return 0
+    file = about["chunk_grid"]["configuration"]["chunk_shape"]
+    size = int(file[0] // shape[0])
+    if (
+        not 1 <= size <= PACK
+        or file != [size * shape[0], *shape[1:]]
+        or about["codecs"] != [_sharding(shape, codecs)]
+    ):
+        raise ValueError("its packs are not those of a trace")
+    return size
 
 
 def _table_rows(numbers: int, rows: int) -> int:

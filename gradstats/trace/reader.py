@@ -545,13 +545,16 @@ class Trace(Shown):
         try:
             if stored.shape[1] != shape[0] or summed.shape[1:] != shape:
                 raise self._damaged(what, step, rank, "it does not fit the parameter layout")
-            if self.layers and not summed.holds(row // summed.chunk[0], 0, 0):
+            sums_of = summed.read_chunk(row // summed.chunk[0], 0, 0)
+            if self.layers and sums_of is None:
                 raise self._damaged(what, step, rank, "chunks are missing")
-            moments = np.asarray(summed.zarr[row])
-            # for its check alone: a missing chunk of counts means zeros
-            for i in range(-(-stored.shape[2] // stored.chunk[2])):
-                stored.holds(row, 0, i)
-            counts = np.asarray(stored.zarr[row])
+            moments = np.empty(shape) if sums_of is None else sums_of[row % summed.chunk[0]]
+            # not through zarr, which makes arrays of the many chunks that are not there: they are zeros
+            counts = np.zeros(stored.shape[1:], stored.dtype)
+            for i, start in enumerate(range(0, stored.shape[2], stored.chunk[2])):
+                if (block := stored.read_chunk(row, 0, i)) is not None:
+                    part = counts[:, start : start + stored.chunk[2]]
+                    part[...] = block[0, :, : part.shape[1]]
         except TraceError:
             raise
         except Exception as error:

@@ -6,9 +6,10 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +26,18 @@ from gradstats.trace.format import (
     Layer,
     Shard,
     array_specs,
+    chunk_name,
+    chunks_of,
     key_encoding,
+    pack_of,
     read_metadata,
 )
+from gradstats.trace.packed import CHECKSUM, read_index
 
 if TYPE_CHECKING:
     import zarr
 
 __all__ = ["RankGroup", "StoredArray"]
-
-_CHECKSUM = 4  # bytes
 
 # kinds that every rank has whole are left out: their counts need no joining
 _SCALARS = {column.name: column for column in OF_RUN} | {
@@ -48,7 +51,7 @@ _TABLES = {
 
 
 class StoredArray:
-    """One array: its metadata, checked, and its chunk files.
+    """One array: its metadata, checked, and its chunks, each a file or in a pack with others.
 
     Parameters
     ----------
@@ -77,18 +80,23 @@ class StoredArray:
     def __init__(self, folder: Path, root: Path, spec: ArraySpec) -> None:
         self._folder, self._root = folder, root
         about = read_metadata(folder / "zarr.json", root)
-        shape, grid = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
-        codecs = [codec["name"] for codec in about["codecs"]]
-        order = about["codecs"][0]["configuration"]["endian"]
-        # chunk_rows and holds_beyond read chunk files without zarr, and rely on all of this
+        shape, (grid, described) = about["shape"], chunks_of(about)
+        codecs = [codec["name"] for codec in described]
+        order = described[0]["configuration"]["endian"]
+        self._pack = pack_of(about)
+        self._separator = spec.pack_separator if self._pack else spec.separator
+        # read_chunk and holds_beyond read files without zarr, and rely on all of this
         if (
             (about["node_type"], about["zarr_format"]) != ("array", 3)
             or not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *grid])
             or not len(shape) == len(grid) == 1 + len(spec.shape)
             or not all(grid)
+            # gradients are cut into pieces of any size; a row of anything else into those of the layout
+            or (tuple(grid[1:]) != spec.chunk and spec.name not in KINDS)
+            or (self._pack and spec.name in KINDS)
             or codecs not in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
             or order != "little"
-            or about["chunk_key_encoding"] != key_encoding(spec.separator)
+            or about["chunk_key_encoding"] != key_encoding(self._separator)
         ):
             raise ValueError("its metadata is not that of a trace")
         # bfloat16 is stored as its bits
@@ -103,8 +111,8 @@ class StoredArray:
         self.shape: tuple[int, ...] = tuple(shape)
         self.chunk: tuple[int, ...] = tuple(grid)
         self.dtype: str = about["data_type"]
-        self._packed = "blosc" in codecs
-        self._separator = spec.separator
+        self._blosc = "blosc" in codecs
+        self._indices: dict[tuple[int, ...], tuple[tuple[int, ...], NDArray[np.int64]]] = {}
         self.names = [str(n) for n in about["attributes"].get("names", ())]
 
     # opened when it is first read, since zarr takes milliseconds for it
@@ -114,6 +122,53 @@ class StoredArray:
         import zarr
 
         return zarr.open_array(self._folder, mode="r", zarr_format=3)
+
+    @contextmanager
+    def _opened(self, key: Sequence[int]) -> Iterator[tuple[BinaryIO, int] | None]:
+        """Open the file that a chunk is in, at the chunk; give it and the chunk's bytes, or None if it is not there."""
+        first, *rest = key
+        place = (first // self._pack, *rest) if self._pack else tuple(key)
+        file = self._folder / chunk_name(place, self._separator)
+        real = os.path.realpath(file)
+        if real != str(file) and not Path(real).is_relative_to(os.path.realpath(self._root)):
+            raise ValueError("a chunk is a link that leads out of the trace")
+        try:
+            status = file.stat()
+        except FileNotFoundError:
+            yield None
+            return
+        # before it is opened: a pipe would block
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("a chunk is not a regular file")
+        with file.open("rb") as stream:
+            if not self._pack:
+                yield stream, status.st_size
+                return
+            begin, length = self._index(place, stream)[first % self._pack].tolist()
+            stream.seek(max(begin, 0))
+            yield None if begin < 0 else (stream, length)
+
+    def _index(self, place: tuple[int, ...], stream: BinaryIO) -> NDArray[np.int64]:
+        """Return the index of a pack, which is read once."""
+        status = os.fstat(stream.fileno())
+        # a writer that continues the trace puts another file in its place
+        version = status.st_ino, status.st_size, status.st_mtime_ns
+        if place not in self._indices or self._indices[place][0] != version:
+            self._indices[place] = version, read_index(stream, self._pack)
+        return self._indices[place][1]
+
+    def _check_size(self, stream: BinaryIO, length: int) -> None:
+        """Refuse a chunk of another size than this array's, once decoded: that could take any memory."""
+        size = math.prod(self.chunk) * np.dtype(self.dtype).itemsize
+        if self._blosc:
+            # bytes 4 to 7 of Blosc's header are the length after decoding; they are read again with the rest
+            start = stream.tell()
+            claimed = int.from_bytes(stream.read(min(length, 8))[4:], "little")
+            stream.seek(start)
+        else:
+            claimed = length - CHECKSUM
+        if claimed != size:
+            raise ValueError(f"a chunk holds {claimed} bytes, not {size}")
 
     def holds(self, *key: int) -> bool:
         """Tell whether a chunk is there.
@@ -126,34 +181,53 @@ class StoredArray:
         Returns
         -------
         bool
-            False if there is no such file.
+            False if there is no such file, and it is in no pack.
 
         Raises
         ------
         ValueError
-            If it is no file, or its size is not that of a chunk of this array: decoding it could take any memory.
+            If it is no file, or its size is not that of a chunk of this array, or its pack is damaged.
         """
-        file = self._folder / self._separator.join(("c", *map(str, key)))
-        real = os.path.realpath(file)
-        if real != str(file) and not Path(real).is_relative_to(os.path.realpath(self._root)):
-            raise ValueError("a chunk is a link that leads out of the trace")
-        try:
-            status = file.stat()
-        except FileNotFoundError:
-            return False
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("a chunk is not a regular file")
-        # of an uncompressed chunk the file's size, of a compressed one the length that its header claims
-        size = math.prod(self.chunk) * np.dtype(self.dtype).itemsize
-        if self._packed:
-            # bytes 4 to 7 of it are the length after decoding
-            with file.open("rb") as stream:
-                claimed = int.from_bytes(stream.read(8)[4:], "little")  # Blosc's header
-        else:
-            claimed = status.st_size - _CHECKSUM
-        if claimed != size:
-            raise ValueError(f"a chunk holds {claimed} bytes, not {size}")
-        return True
+        with self._opened(key) as found:
+            if found is not None:
+                self._check_size(*found)
+            return found is not None
+
+    def read_chunk(self, *key: int) -> NDArray[Any] | None:
+        """Return the values of a chunk, without zarr, which takes milliseconds for it.
+
+        Parameters
+        ----------
+        *key : int
+            Indices of the chunk.
+
+        Returns
+        -------
+        ndarray of the chunk's shape, or None
+            Its values; None if it is not there.
+
+        Raises
+        ------
+        ValueError
+            As :meth:`holds` does, and if its checksum is wrong.
+        """
+        from google_crc32c import value as crc32c
+
+        with self._opened(key) as found:
+            if found is None:
+                return None
+            self._check_size(*found)
+            stream, length = found
+            data = stream.read(length)
+        values, checksum = data[:-CHECKSUM], data[-CHECKSUM:]
+        if crc32c(values) != int.from_bytes(checksum, "little"):
+            raise ValueError("a chunk's checksum is wrong")
+        if self._blosc:
+            # imported here: only sketches and compressed gradients need it
+            from numcodecs import Blosc  # type: ignore[import-untyped]
+
+            values = Blosc().decode(values)
+        return np.frombuffer(values, np.dtype(self.dtype).newbyteorder("<")).reshape(self.chunk)
 
     def chunk_rows(self, chunk: int) -> NDArray[Any]:
         """Return the rows of a chunk that holds whole rows, and is there (:meth:`holds`).
@@ -171,24 +245,17 @@ class StoredArray:
         Raises
         ------
         ValueError
-            If its checksum is wrong.
+            If it is damaged.
         """
         # the last chunk has its full length on the disk, and rows beyond the array
         low, high = chunk * self.chunk[0], min((chunk + 1) * self.chunk[0], self.shape[0])
-        # zarr decodes, and puts rows together that lie in several chunks
-        if self._packed or self.chunk[1:] != self.shape[1:]:
+        # arrays without layers have no chunks
+        if self.chunk[1:] != self.shape[1:]:
             return np.asarray(self.zarr[low:high])
-        # zarr takes 5 ms for a file of some hundred bytes, and a trace has some of each rank
-        from google_crc32c import value as crc32c
-
-        key = self._separator.join(("c", *map(str, (chunk, *[0] * (len(self.shape) - 1)))))
-        data = (self._folder / key).read_bytes()
-        values, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
-        if crc32c(values) != int.from_bytes(checksum, "little"):
-            raise ValueError("a chunk's checksum is wrong")
-        return np.frombuffer(values, np.dtype(self.dtype).newbyteorder("<")).reshape(self.chunk)[
-            : high - low
-        ]
+        values = self.read_chunk(chunk, *[0] * (len(self.shape) - 1))
+        if values is None:
+            raise ValueError("a chunk is missing")
+        return values[: high - low]
 
     def chunks(self, *key: int) -> set[int]:
         """Return which chunks are there, in bounded time whatever the shape says.
@@ -196,19 +263,38 @@ class StoredArray:
         Parameters
         ----------
         *key : int
-            First indices of the chunks.
+            First indices of the chunks; none where they lie in packs.
 
         Returns
         -------
         set of int
-            Indices along the next dimension.
+            Indices along the next dimension; all that a damaged pack has room for.
         """
+        dotted = self._separator == "."
         try:
-            names = os.listdir(self._folder.joinpath("c", *map(str, key)))
+            names = os.listdir(
+                self._folder if dotted else self._folder.joinpath("c", *map(str, key))
+            )
         except OSError:
             return set()
+        numbers = {n.split(".")[1] if dotted and n.startswith("c.") else n for n in names}
         # 19 digits may exceed int64, of which indices are
-        return {int(n) for n in names if n.isdecimal() and len(n) < 19}
+        found = {int(n) for n in numbers if n.isdecimal() and len(n) < 19}
+        if not self._pack:
+            return found
+        return {i for place in found for i in self._in_pack(place)}
+
+    def _in_pack(self, place: int) -> list[int]:
+        """Return which chunks are in a pack of whole rows; all that it has room for if it is damaged."""
+        first = place * self._pack
+        try:
+            with self._opened([first, *[0] * (len(self.shape) - 1)]):
+                index = self._indices[place, *[0] * (len(self.shape) - 1)][1]
+                there = np.flatnonzero(index[:, 0] >= 0)
+        # whoever reads the chunks meets the damage
+        except (OSError, ValueError, KeyError):
+            there = np.arange(min(self._pack, -(-self.shape[0] // self.chunk[0]) - first))
+        return (first + there).tolist()
 
     def holds_beyond(self, chunk: int) -> bool:
         """Tell whether a chunk of step numbers has some beyond the array's length, which its metadata says.
@@ -225,10 +311,9 @@ class StoredArray:
         """
         # rows within the length, a number in a text: one changed digit of it would hide steps without a sign
         rows = max(self.shape[0] - chunk * self.chunk[0], 0)
-        if self._packed or rows >= self.chunk[0] or not self.holds(chunk):
+        # past the array's length, at which zarr cuts the chunk
+        if rows >= self.chunk[0] or (numbers := self.read_chunk(chunk)) is None:
             return False
-        # past zarr, which cuts the chunk at the array's length
-        numbers = np.fromfile(self._folder / "c" / str(chunk), "<i8", self.chunk[0])
         if not (numbers[rows:] >= 0).any():
             return False
         # read again, as a writer may have grown the array since it was opened

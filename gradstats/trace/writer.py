@@ -7,7 +7,6 @@ renamed into place, where zarr reads, decodes, encodes and compares each of them
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -46,6 +45,7 @@ from gradstats.trace.format import (
     Shard,
     Store,
     array_specs,
+    chunks_of,
     count_nonfinite,
     group_metadata,
     layout,
@@ -53,6 +53,7 @@ from gradstats.trace.format import (
     root_attributes,
     to_bfloat16,
 )
+from gradstats.trace.packed import pack, unpack
 
 __all__ = ["TraceWriter"]
 
@@ -174,6 +175,7 @@ class TraceWriter:
                 resume = False
         except OSError as error:
             raise TraceError(f"cannot write rank {rank} to {self.path}: {error}") from error
+        self._packed = False  # whether close() has put chunks into packs
         if resume:
             self._continue(about)
         self._columns = {
@@ -202,8 +204,12 @@ class TraceWriter:
         for name, spec in self._specs.items():
             stored = read_metadata(self._group / name / "zarr.json", self.path)
             lengths[name] = stored["shape"][0]
-            rows, *chunk = stored["chunk_grid"]["configuration"]["chunk_shape"]
+            rows, *chunk = chunks_of(stored)[0]
             self._specs[name] = replace(spec, rows=rows, chunk=tuple(chunk))
+        try:
+            unpack(self._group, self._specs, lengths)
+        except OSError as error:
+            raise TraceError(f"cannot continue {self._group}: {error}") from error
         # a writer killed in mid-growth may leave different lengths; the longest covers every row
         self._capacity = max(lengths.values())
         # killed within `_resize`: what is still a link becomes a file before anything is added
@@ -294,6 +300,7 @@ class TraceWriter:
             raise InputError("open the TraceWriter with compression=True to store compression")
         row = self._rows
         try:
+            self._open_again()
             if row == self._capacity:
                 # a group that was closed without steps has no rows to double
                 self._resize(2 * row or GROW)
@@ -350,6 +357,7 @@ class TraceWriter:
         if row < 0 or self._steps[row] != step or self._void[row]:
             raise InputError(f"{self._group} has no step {step} to remove")
         try:
+            self._open_again()
             self._columns["step"].clear(row)  # from here on it is no step
             self._void[row] = True
             self._drop(row)
@@ -411,6 +419,12 @@ class TraceWriter:
         self._put(f"{kind}_moments", row, moments)
         return int(moments[:, 1].sum()), int(moments[:, 2].sum())
 
+    def _open_again(self) -> None:
+        """Take the chunks out of the packs that :meth:`close` has made."""
+        if self._packed:
+            unpack(self._group, self._specs, dict.fromkeys(self._specs, self._capacity))
+            self._packed = False
+
     def _put(self, name: str, row: int, value: Any) -> None:
         """Write what one column holds for a row."""
         self._columns[name].put(row, value)
@@ -424,7 +438,10 @@ class TraceWriter:
             _settle(self._group, self._specs, capacity)
 
     def close(self) -> None:
-        """Drop the rows laid out but never used. The trace is complete without it.
+        """Drop the rows laid out but never used, and put the many chunk files of sketches and columns into few.
+
+        The trace is complete without it. A reader by zarr or xarray that was opened before has to be opened again. A
+        step that is written or removed after it, or by a writer that continues the group, makes all files anew.
 
         Raises
         ------
@@ -435,6 +452,9 @@ class TraceWriter:
             # readers by xarray then see as many rows as there were steps
             if self._rows < self._capacity:
                 self._resize(self._rows)
+            self._packed = True  # first, as a failure leaves some arrays packed
+            for name, spec in self._specs.items():
+                pack(self._group / name, spec, self._capacity)
         except OSError as error:
             raise TraceError(f"cannot finish {self.path}: {error}") from error
 
@@ -632,11 +652,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.E
 
 def _write_metadata(group: Path, specs: Mapping[str, ArraySpec], capacity: int) -> None:
     for name, spec in specs.items():
-        write_file(group / name / "zarr.json", _json(spec, capacity))
-
-
-def _json(spec: ArraySpec, capacity: int) -> bytes:
-    return json.dumps(spec.metadata(capacity), indent=2).encode()
+        write_file(group / name / "zarr.json", spec.json(capacity))
 
 
 def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int) -> bool:
@@ -654,7 +670,7 @@ def _resize(group: Path, specs: Mapping[str, ArraySpec], before: int, after: int
         for capacity in (before, after):
             (home / f"layout-{capacity}").mkdir(exist_ok=True)
             for name, spec in specs.items():
-                write_file(home / f"layout-{capacity}" / f"{name}.json", _json(spec, capacity))
+                write_file(home / f"layout-{capacity}" / f"{name}.json", spec.json(capacity))
         write_link(f"layout-{before}", home / "layout")
     except OSError as error:
         if error.errno not in _NO_LINKS:

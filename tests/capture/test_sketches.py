@@ -58,7 +58,8 @@ def path(tmp_path):
 
 @pytest.fixture
 def sketched(path):
-    write(path, [0, 1, 2], store="sketches", expected_steps=3)
+    # as a killed training leaves it; packs are those of tests/trace/test_packed.py
+    write(path, [0, 1, 2], store="sketches", expected_steps=3, close=False)
     return path
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import time
 
 import numpy as np
@@ -38,6 +39,7 @@ from gradstats import open_trace
 from gradstats.errors import TraceError
 from gradstats.primitives.sketch import sketch
 from gradstats.trace import COMPRESSION, KINDS, SCHEMA, TraceWriter, create_trace
+from gradstats.trace import format as trace_format
 from gradstats.trace import writer as trace_writer
 
 # fmt: off
@@ -257,6 +259,57 @@ def test_interrupted_in_mid_growth_or_mid_close_at_every_operation(tmp_path, mon
     assert not any(p.is_symlink() for p in rank.rglob("*"))
     assert linked > 12
     assert_all_agree(path)
+
+
+def contents(path):
+    """Return the bytes of every file of a trace, by name."""
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["packing", "unpacking"])
+def test_interrupted_in_mid_packing_or_unpacking_at_every_operation(tmp_path, monkeypatch, moment):
+    """Closed, or continued after that: all readers find every step, and what a kill left goes with the next writer."""
+    # two rows a chunk, so that columns are packed, too
+    monkeypatch.setattr(trace_format, "GROW", 2)
+    # nothing here is about power failures
+    for name in ("sync", "fsync"):
+        monkeypatch.setattr(os, name, lambda *_: None)
+    options = {"kinds": ["gradient"], "store": "sketches", "expected_steps": 2}
+    base, whole = tmp_path / "base.zarr", tmp_path / "whole.zarr"
+    for path, steps, close in ((base, 4, moment == "unpacking"), (whole, 5, True)):
+        create_trace(path, LAYERS)
+        write(path, range(steps), close=close, **options)
+    expected = contents(whole)
+    assert sum(name.name == "c.0" for name in expected) > 5
+    found = set()
+    for allowed in itertools.count():
+        path = tmp_path / f"{allowed}.zarr"
+        shutil.copytree(base, path, symlinks=True)
+        writer = TraceWriter(path, 0, resume=True, **options) if moment == "packing" else None
+        with monkeypatch.context() as patch:
+            counted(patch, allowed)
+            try:
+                if writer is not None:
+                    writer.close()
+                else:
+                    TraceWriter(path, 0, resume=True, **options)
+                finished = True
+            except Killed:
+                finished = False
+        found.add("/".join(sorted(p.parent.name for p in path.rglob("c.0"))))
+        assert_as_written(open_trace(path), 0, range(4), ["gradient"])
+        numbers = through_xarray(path, consolidated=False)["rank00000"]
+        assert numbers["step"][1].values[:4].tolist() == list(range(4))
+        assert int(numbers["gradient_counts"][1].sum()) == 4 * NUMEL
+        write(path, [4], resume=True, **options)
+        assert contents(path) == expected
+        shutil.rmtree(path)
+        if finished:
+            break
+    # arrays one after the other, or all before the first is switched
+    assert len(found) > (5 if moment == "packing" else 2)
+    assert allowed > 30
 
 
 def test_a_disk_that_fills_in_mid_growth_loses_nothing(tmp_path, monkeypatch):
