@@ -52,6 +52,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 clean:
 	rm -rf .venv .tools demo site build .coverage*
 
+# Tests, benchmarks and tools share what is in these folders.
+figures licences matrix tables tutorial: export PYTHONPATH := benchmarks:tests
+
 # The quick tests with other versions of Python and packages: tools/matrix.py. MATRIX has options for it.
 matrix: .tools/.made
 	PATH="$$PWD/.tools/bin:$$PATH" .tools/bin/python tools/matrix.py $(MATRIX)
@@ -101,7 +104,7 @@ docs-serve: .venv
 # The pictures of the report and the explorer need chromium; without it, the others are made.
 figures: .venv
 	$(BIN)/python tools/figures.py
-	if command -v chromium >/dev/null; then PYTHONPATH=tests $(BIN)/python tools/screenshot.py; fi
+	if command -v chromium >/dev/null; then $(BIN)/python tools/screenshot.py; fi
 
 # Rewrite the README's table of estimation quality.
 tables: .venv
@@ -109,4 +112,4 @@ tables: .venv
 
 # Run the tutorial's scripts and commands, and put what they print into the page.
 tutorial: .venv
-	PYTHONPATH=tests $(BIN)/python tests/docs/test_tutorial.py --write
+	$(BIN)/python tests/docs/test_tutorial.py --write

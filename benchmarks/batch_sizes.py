@@ -11,12 +11,11 @@ puts it into docs/workloads.md.
 
 from __future__ import annotations
 
-import argparse
 from itertools import product
 from pathlib import Path
 
 from plateau import DENSE, OPTIONS, interval, one
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import RESULTS, Row, by, command, complete, grid, show, stored
 
 from capture.workloads import RunConfig
 from gradstats.compressors import compressor_class
@@ -55,10 +54,7 @@ def train(system: str, batch: int, seed: int, data_dir: Path | None) -> Row:
 def table(rows: list[Row]) -> str:
     """Return the test error by system and batch size as Markdown, with its 95 % interval over the seeds."""
     batches = [batch for batch in BATCHES if any(row["batch"] == batch for row in rows)]
-    lines = [
-        "| test error % | " + " | ".join(f"{batch:,}" for batch in batches) + " |",
-        "|---|" + "---:|" * len(batches),
-    ]
+    lines = []
     for system in SYSTEMS:
         cells = []
         for batch in batches:
@@ -68,25 +64,20 @@ def table(rows: list[Row]) -> str:
             cells.append(
                 shown if len(errors) == len(own) else f"{shown}, {len(errors)} of {len(own)}"
             )
-        lines.append(f"| `{system}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([f"`{system}`", *cells])
+    return grid(" | ".join(["test error %", *(f"{batch:,}:" for batch in batches)]), lines)
 
 
 def main() -> None:
     """Run what is not stored yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "workloads.md")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N - 1")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/workloads.md")
     options = parser.parse_args()
-    done = {(row["compressor"], row["batch"], row["seed"]) for row in stored(FILE)}
-    for seed, batch, system in product(range(options.seeds), BATCHES, SYSTEMS):
-        if (system, batch, seed) not in done:
-            store(FILE, train(system, batch, seed, options.data_dir))
-    text = table(stored(FILE))
-    print(text)
-    if options.write:
-        put(DOCS / "workloads.md", "batch sizes", text)
+    cases = ((s, b, seed) for seed, b, s in product(range(options.seeds), BATCHES, SYSTEMS))
+    key = by("compressor", "batch", "seed")
+    rows = complete(FILE, key, cases, lambda *case: train(*case, options.data_dir))
+    show({"batch sizes": table(rows)}, options.write, "workloads.md")
 
 
 if __name__ == "__main__":

@@ -11,23 +11,18 @@ docs/reliability.md.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from records import DOCS, RESULTS, ROOT, Row, put, store, stored
-from rich.console import Console
-from rich.progress import Progress
-
-for folder in ("tests", "tests/distributed"):
-    sys.path.insert(0, str(ROOT / folder))
+from faults.processes import start
+from records import RESULTS, Row, by, command, complete, grid, show, stored
 
 FILE = RESULTS / "campaign.jsonl"
 
@@ -108,10 +103,8 @@ def _batch(part: Part, numbers: range, reports: Connection) -> None:
         reports.send((number, outcome, fault))
 
 
-def run(name: str, numbers: range, done: Callable[[], None] = lambda: None) -> Row:
+def run(name: str, numbers: range) -> Row:
     """Run some trials of a part in a process of their own; return the row to store."""
-    from faults.processes import start
-
     part = PARTS[name]
     outcomes: Counter[str] = Counter()
     faults = []
@@ -124,7 +117,6 @@ def run(name: str, numbers: range, done: Callable[[], None] = lambda: None) -> R
         if fault:
             faults.append({"trial": number, "what": fault})
         left = left[left.index(number) + 1 :]
-        done()
         if not report:  # what comes after it runs in a fresh process
             process.kill()
             process.join()
@@ -142,7 +134,7 @@ def run(name: str, numbers: range, done: Callable[[], None] = lambda: None) -> R
 
 def table(rows: list[Row]) -> str:
     """Return the counts of all parts as Markdown."""
-    lines = ["| what is done | trials | what was left | faults |", "|---|---:|---|---:|"]
+    lines = []
     for name, part in PARTS.items():
         own = [row for row in rows if row["part"] == name]
         outcomes = sum((Counter(row["outcomes"]) for row in own), Counter[str]())
@@ -150,40 +142,42 @@ def table(rows: list[Row]) -> str:
         left = "; ".join(f"{outcome} {count:,}" for outcome, count in outcomes.most_common())
         trials = sum(row["trials"] for row in own)
         if trials:
-            lines.append(f"| {part.what} | {trials:,} | {left} | {faults} |")
-    return "\n".join(lines)
+            lines.append([part.what, f"{trials:,}", left, str(faults)])
+    return grid("what is done | trials: | what was left | faults:", lines)
+
+
+def batches(names: Iterable[str], trials: int | None) -> dict[tuple[str, int], range]:
+    """Return the batches of some parts, with all trials or so many, by name and first trial."""
+    found = {}
+    known = {(row["part"], row["first"]): row["trials"] for row in stored(FILE)}
+    for name in names:
+        total, first = PARTS[name].trials if trials is None else trials, 0
+        while first < total:
+            size = known.get((name, first), PARTS[name].batch)
+            found[name, first] = range(first, min(first + size, total))
+            first += size
+    return found
+
+
+def told(row: Row) -> Row:
+    """Tell of the faults in a row."""
+    for fault in row["faults"]:
+        print(f"{row['part']} {fault['trial']}: {fault['what']}", file=sys.stderr)
+    return row
 
 
 def main() -> None:
     """Run what is not stored yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "reliability.md")
     parser.add_argument("parts", nargs="*", help=f"some of: {', '.join(PARTS)}")
     parser.add_argument("--trials", type=int, help="trials of each part, if not all")
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
     unknown = set(options.parts) - PARTS.keys()
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    with Progress(console=Console(stderr=True)) as progress:
-        for name in options.parts or PARTS:
-            part = PARTS[name]
-            total = part.trials if options.trials is None else options.trials
-            done = {row["first"]: row["trials"] for row in stored(FILE) if row["part"] == name}
-            task = progress.add_task(name, total=total, completed=min(sum(done.values()), total))
-            first = 0
-            while first < total:
-                numbers = range(first, min(first + done.get(first, part.batch), total))
-                if first not in done:
-                    row = run(name, numbers, lambda task=task: progress.advance(task))
-                    store(FILE, row)
-                    for fault in row["faults"]:
-                        said = f"{name} {fault['trial']}: {fault['what']}"
-                        progress.console.print(said, markup=False)
-                first = numbers.stop
-    text = table(stored(FILE))
-    print(text)
-    if options.write:
-        put(DOCS / "reliability.md", "campaign", text)
+    numbers = batches(options.parts or PARTS, options.trials)
+    rows = complete(FILE, by("part", "first"), numbers, lambda *b: told(run(b[0], numbers[b])))
+    show({"campaign": table(rows)}, options.write, "reliability.md")
 
 
 if __name__ == "__main__":

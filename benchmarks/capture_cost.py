@@ -16,7 +16,6 @@ Results are stored in docs/results/capture_cost.jsonl; ``--write`` puts the tabl
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from itertools import product
@@ -24,7 +23,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
-from records import DOCS, RESULTS, Row, keep, processor, put, stored
+from records import RESULTS, Row, command, grid, keep, processor, show, stored
 from scipy import stats
 
 from capture.workloads import RunConfig, run
@@ -52,17 +51,13 @@ def measure(config: RunConfig, blocks: int) -> list[float]:
 
 def table(rows: list[Row]) -> str:
     """Return the costs as Markdown."""
-    lines = [
-        "| workload | processes on cores | stored | cost of a captured step % | 95 % interval |",
-        "|---|---|---|---:|---:|",
-    ]
+    lines = []
     for r in rows:
         low, high = interval(r["excess"])
-        lines.append(
-            f"| {r['workload']} | {r['nproc']} on {r['cores']} | {r['stored']} | "
-            f"{100 * median(r['excess']):+.1f} | {100 * low:+.1f} to {100 * high:+.1f} |"
-        )
-    return "\n".join(lines)
+        cost = f"{100 * median(r['excess']):+.1f}", f"{100 * low:+.1f} to {100 * high:+.1f}"
+        lines.append([r["workload"], f"{r['nproc']} on {r['cores']}", r["stored"], *cost])
+    heads = "workload | processes on cores | stored | cost of a captured step %: | 95 % interval:"
+    return grid(heads, lines)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -74,12 +69,11 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     """Train, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__)
     parser.add_argument("--workload", default="resnet20-digits")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--blocks", type=int, default=36, help="captured blocks of each training")
     parser.add_argument("--rounds", type=int, default=3, help="trainings of each kind")
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
     excess: dict[tuple[int, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -106,10 +100,7 @@ def main() -> None:
         for (nproc, name), values in excess.items()
     ]
     keep(FILE, [*(r for r in stored(FILE) if r["workload"] != options.workload), *found])
-    text = table(stored(FILE))
-    print(text)
-    if options.write:
-        put(DOCS / "measurements.md", "capture cost", text)
+    show({"capture cost": table(stored(FILE))}, options.write)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import re
 import statistics
 from pathlib import Path
 
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import RESULTS, Row, by, command, complete, grid, show, stored
 
 from capture.workloads import RunConfig, RunResult, run, workload_info
 from capture.workloads.launch import RunFailedError
@@ -34,19 +34,12 @@ UNSEEN = {
 
 def one(compressor: str, options: argparse.Namespace) -> Row:
     """Train once, and return the row of the table."""
-    result = run(
-        RunConfig(
-            workload=options.workload,
-            data_dir=options.data_dir,
-            nproc=options.nproc,
-            steps=options.steps,
-            hidden=options.hidden,
-            vocab=options.vocab,
-            compressor=compressor,
-            ratio=options.ratio,
-            label=compressor,
-        )
-    )
+    names = ("workload", "data_dir", "nproc", "steps", "hidden", "vocab", "ratio")
+    settings = {name: getattr(options, name) for name in names}
+    try:
+        result = run(RunConfig(**settings, compressor=compressor, label=compressor))
+    except RunFailedError as error:  # a diverging system is a result
+        return {"compressor": compressor, "problem": str(error)}
     return {"compressor": compressor, **measures(result)}
 
 
@@ -81,17 +74,13 @@ def measures(result: RunResult, last: int = LAST) -> Row:
 def table(rows: list[Row], times: list[Row]) -> str:
     """Return the runs as Markdown."""
     unseen = next((f for f in UNSEEN if any(r.get(f, 0) > 0 for r in rows)), "perplexity")
-    lines = [
-        f"| compressor | loss | test {UNSEEN[unseen]} | k̂/k | union/k | bytes/step | ms/step | select | communicate |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     clock = {r["compressor"]: r for r in times if "problem" not in r}
     for row in sorted(rows, key=lambda r: [*COMPRESSORS].index(r["compressor"])):
         name = f"`{row['compressor']}`"
         if "problem" in row:
             step = re.search(r"step \d+", str(row["problem"]))
-            cells = [name, f"diverged, {step[0]}" if step else "failed", *["–"] * 7]
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append([name, f"diverged, {step[0]}" if step else "failed", *["–"] * 7])
             continue
         value = row[unseen]
         final = f"{value:.0f}" if unseen == "perplexity" else f"{100 * value:.1f} %"
@@ -102,13 +91,16 @@ def table(rows: list[Row], times: list[Row]) -> str:
         for field, digits in (("step", 0), ("select", 1), ("communicate", 1)):
             value = 1e3 * timed.get(field, math.nan)
             cells += ["–" if math.isnan(value) else f"{value:.{digits}f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    head = (
+        f"compressor | loss: | test {UNSEEN[unseen]}: | k̂/k: | union/k: | bytes/step: | ms/step: | "
+    )
+    return grid(f"{head}select: | communicate:", lines)
 
 
 def main() -> None:
     """Run what is not stored yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "systems.md")
     parser.add_argument("workload", nargs="?", default="resnet20-digits")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--steps", type=int, default=150)
@@ -122,26 +114,16 @@ def main() -> None:
     parser.add_argument(
         "--times", action="store_true", help="store these runs as the times of the table"
     )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/systems.md")
     options = parser.parse_args()
     workload_info(options.workload)
     kinds = {
         name: RESULTS / f"{name}-{options.workload}.jsonl" for name in ("convergence", "times")
     }
     path = kinds["times" if options.times else "convergence"]
-    done = {row["compressor"] for row in stored(path)}
-    for compressor in options.only:
-        if compressor in done or compressor == "exact":  # exact and topk are the same
-            continue
-        try:
-            row = one(compressor, options)
-        except RunFailedError as error:  # a diverging system is a result
-            row = {"compressor": compressor, "problem": str(error)}
-        store(path, row)
+    names = [(name,) for name in options.only if name != "exact"]  # exact and topk are the same
+    complete(path, by("compressor"), names, lambda name: one(name, options))
     text = table(stored(kinds["convergence"]), stored(kinds["times"]))
-    print(text)
-    if options.write:
-        put(DOCS / "systems.md", options.workload, text)
+    show({options.workload: text}, options.write, "systems.md")
 
 
 if __name__ == "__main__":

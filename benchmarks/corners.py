@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from records import RESULTS, ROOT, Row, measure_into, processor, stored
+from records import RESULTS, ROOT, Row, grid, measure_into, processor, stored
 
 from gradstats import open_trace
 from gradstats.compressors.signs import packed_signs, packed_stochastic_signs
@@ -215,10 +215,7 @@ def elsewhere() -> list[Row]:
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown, with a column for each processor."""
     processors = sorted({r["processor"] for r in rows})
-    lines = [
-        f"| corner | case | aim | {' | '.join(processors)} |",
-        f"|---|---|---:|{'---:|' * len(processors)}",
-    ]
+    lines = []
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for r in rows:
         found.setdefault((r["corner"], r["case"]), {})[r["processor"]] = r
@@ -226,9 +223,9 @@ def table(rows: list[Row]) -> str:
         r = next(iter(on.values()))
         unit = f" × {r['over']}" if r["unit"] == "×" else f" {r['unit']}"
         aim = f"≤ {r['aim']:g}{unit}" if r["aim"] is not None else unit[1:]
-        cells = " | ".join(_cell(on[p]) if p in on else "–" for p in processors)
-        lines.append(f"| `{corner}` | {case} | {aim} | {cells} |")
-    return "\n".join(lines)
+        cells = (_cell(on[p]) if p in on else "–" for p in processors)
+        lines.append([f"`{corner}`", case, aim, *cells])
+    return grid(" | ".join(["corner", "case", "aim:", *(f"{p}:" for p in processors)]), lines)
 
 
 def _cell(r: Row) -> str:

@@ -11,15 +11,14 @@ repeated, so the program can be interrupted. It needs root and a quiet machine. 
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import RESULTS, Row, by, command, complete, grid, missing, show, store, stored
 
-from capture.lab.cluster import shaped_network
+from capture.lab.cluster import Cluster, shaped_network
 from capture.lab.run import check, measure_network, train, train_without_exchange
 from capture.workloads import BASELINES, RunConfig, workload_info
 from capture.workloads.launch import RunFailedError
@@ -32,6 +31,12 @@ LAST = 5
 """How many of the last steps the training loss is averaged over."""
 BEYOND = 10
 """A training whose loss ends at this many times its first one has diverged."""
+
+
+HEADS = (
+    "system | ms/step: | × dense: | × no exchange: | select ms: | exchange ms: | rest ms: | MB sent: | k̂/k: | loss: | "
+    "s to the dense loss:"
+)
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,12 @@ def table(rows: list[Row], setting: Row) -> str:
     bound = setting["compute"]
     goal = sum(dense["losses"][-LAST:]) / LAST
     share = visible(bound, dense["seconds"])
-    lines = [
+    about = (
         f"{setting['nproc']} workers at {format_rate(setting['rate'] / 1e6)}, {setting['numel']:,} parameters, "
         f"batches of {setting['batch_size']}, ratio {setting['ratio']:g}, {setting['steps']} steps. Computing takes "
-        f"{1e3 * bound:,.0f} ms of a step, {100 * share:.0f} % of a dense one is visible communication.",
-        "",
-        "| system | ms/step | × dense | × no exchange | select ms | exchange ms | rest ms | MB sent | k̂/k | loss | "
-        "s to the dense loss |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+        f"{1e3 * bound:,.0f} ms of a step, {100 * share:.0f} % of a dense one is visible communication.\n\n"
+    )
+    lines = []
     for row in sorted(done.values(), key=lambda r: r["seconds"]):
         rest = row["seconds"] - bound - row["select"] - row["communicate"]
         steps = steps_to(row["losses"], goal)
@@ -113,18 +115,18 @@ def table(rows: list[Row], setting: Row) -> str:
             "diverged" if loss > BEYOND * row["losses"][0] else f"{loss:.2f}",
             f"{steps * row['seconds']:,.0f}",
         ]
-        lines.append("| " + " | ".join("–" if c in ("nan", "inf") else c for c in cells) + " |")
-    lines += [
+        lines.append(["–" if c in ("nan", "inf") else c for c in cells])
+    made = [
         f"| `{row['compressor']}` | diverged, {step_of(row['problem'])} |" + " |" * 9
         for row in rows
         if "problem" in row
     ]
-    return "\n".join(lines)
+    return about + "\n".join([grid(HEADS, lines), *made])
 
 
 def main() -> None:
     """Run what is not stored yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "network.md")
     parser.add_argument("workload", choices=REGIMES)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--nproc", type=int, default=2)
@@ -136,7 +138,6 @@ def main() -> None:
     parser.add_argument(
         "--measure", action="store_true", help="also measure the network, for a plan"
     )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/network.md")
     options = parser.parse_args()
     workload_info(options.workload)
     regime = REGIMES[options.workload]
@@ -151,30 +152,27 @@ def main() -> None:
     path = options.results / f"network-{options.workload}.jsonl"
     if not stored(path):
         store(path, setting_of(config, regime))
-    setting, *rows = stored(path)
+    setting = stored(path)[0]
     if options.measure:
         with shaped_network(config.nproc, setting["rate"]) as network:
             select = [name for name in options.only if name not in BASELINES]
             measured = measure_network(network, setting["numel"], config.ratio, select, "network")
         measured.save(path.with_suffix(".json"))
-    done = {row["compressor"] for row in rows}
-    missing = [name for name in options.only if name not in done]
-    if missing:
-        check(config, missing)
+    key, names = by("compressor"), [(name,) for name in options.only]
+    if left := missing(path, key, names):
+        check(config, [name for (name,) in left])
         with shaped_network(config.nproc, setting["rate"]) as network:
-            for name in missing:
-                run = config.replace(compressor=name, label=name)
-                try:
-                    record, losses, _ = train(run, network, setting["compute"])
-                    row = {**record, "losses": [round(loss, 4) for loss in losses]}
-                except RunFailedError as error:  # a diverging system is a result
-                    row = {"compressor": name, "problem": str(error)}
-                store(path, row)
-                rows.append(row)
-    text = table(rows, setting)
-    print(text)
-    if options.write:
-        put(DOCS / "network.md", options.workload, text)
+            complete(path, key, left, lambda name: one(config, name, network, setting["compute"]))
+    show({options.workload: table(stored(path)[1:], setting)}, options.write, "network.md")
+
+
+def one(config: RunConfig, name: str, network: Cluster, compute: float) -> Row:
+    """Train once, and return the row that is stored."""
+    try:
+        record, losses, _ = train(config.replace(compressor=name, label=name), network, compute)
+    except RunFailedError as error:  # a diverging system is a result
+        return {"compressor": name, "problem": str(error)}
+    return {**record, "losses": [round(loss, 4) for loss in losses]}
 
 
 def setting_of(config: RunConfig, regime: Regime) -> Row:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 
-from records import RESULTS, ROOT, Row, measure_into, processor
+from records import RESULTS, ROOT, Row, grid, measure_into, processor
 
 FILE = RESULTS / "first_start.json"
 _GRADIENT = (
@@ -61,9 +61,8 @@ def everything() -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown."""
-    lines = ["| process | first start, s | next ones, s |", "|---|---:|---:|"]
-    lines += [f"| {r['case']} | {r['first']:.1f} | {r['next']:.1f} |" for r in rows]
-    return "\n".join(lines)
+    lines = ([r["case"], f"{r['first']:.1f}", f"{r['next']:.1f}"] for r in rows)
+    return grid("process | first start, s: | next ones, s:", lines)
 
 
 if __name__ == "__main__":

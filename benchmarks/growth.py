@@ -10,9 +10,9 @@ docs/results/growth.jsonl as soon as it is measured, and is not measured again. 
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
 
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import RESULTS, Row, by, command, complete, grid, show
 
 from capture.lab.run import bench_network
 from capture.workloads import RunConfig
@@ -38,40 +38,39 @@ def table(rows: list[Row]) -> str:
     """Return the runs as Markdown: a line for each system, and three columns for each number of workers."""
     workers = sorted({row["nproc"] for row in rows})
     found = {(row["compressor"], row["nproc"]): row for row in rows}
-    head = "".join(f" {n} workers, ms | × dense | kB |" for n in workers)
-    lines = [f"| system |{head}", "|---|" + "---:|" * 3 * len(workers)]
+    heads = [f"{n} workers, ms: | × dense: | kB:" for n in workers]
+    lines = []
     for name in dict.fromkeys(row["compressor"] for row in rows):
         cells = []
         for n in workers:
             row, dense = found[name, n], found["none", n]
             cells += [f"{1e3 * row['seconds']:,.0f}", f"{dense['seconds'] / row['seconds']:.2f}"]
             cells += [f"{row['bytes'] / 1e3:,.1f}"]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        lines.append([f"`{name}`", *cells])
     alone = ", ".join(
         f"{1e3 * found['none', n]['compute_alone']:,.0f} ms with {n}" for n in workers
     )
-    return "\n".join([*lines, "", f"A step without an exchange: {alone}."])
+    return f"{grid(' | '.join(['system', *heads]), lines)}\n\nA step without an exchange: {alone}."
+
+
+def measure(workers: int, steps: int) -> Iterator[Row]:
+    """Yield the row of each system with a number of workers."""
+    config = RunConfig(
+        workload="resnet20-digits", nproc=workers, batch_size=BATCH // workers, steps=steps,
+        ratio=RATIO, evaluate=False, label=f"{workers} workers",
+    )  # fmt: skip
+    for record in bench_network(config, RATE, SYSTEMS):
+        yield {field: record[field] for field in FIELDS}
 
 
 def main() -> None:
     """Measure what is not stored yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "network.md")
     parser.add_argument("--steps", type=int, default=23)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/network.md")
     options = parser.parse_args()
-    for workers in WORKERS:
-        if any(row["nproc"] == workers for row in stored(FILE)):
-            continue
-        config = RunConfig(
-            workload="resnet20-digits", nproc=workers, batch_size=BATCH // workers,
-            steps=options.steps, ratio=RATIO, evaluate=False, label=f"{workers} workers",
-        )  # fmt: skip
-        for record in bench_network(config, RATE, SYSTEMS):
-            store(FILE, {field: record[field] for field in FIELDS})
-    text = table(stored(FILE))
-    print(text)
-    if options.write:
-        put(DOCS / "network.md", "growth", text)
+    cases = [(workers,) for workers in WORKERS]
+    rows = complete(FILE, by("nproc"), cases, lambda workers: measure(workers, options.steps))
+    show({"growth": table(rows)}, options.write, "network.md")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ docs/reliability.md with ``--write``.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from records import DOCS, RESULTS, Row, dump, put
+from records import RESULTS, Row, grid, measure_into
 from torch import nn
 
 from gradstats.collectives.header import (
@@ -91,37 +90,20 @@ def measure() -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return the times as Markdown."""
-    lines = [
-        "| elements | a header, made and read | checksum of a body of 1 % | of signs | `verify_every`, a step of its | "
-        "agreement, once | exchange of top-k at 1 % |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {r['numel']:,} | "
-        + " | ".join(
-            f"{r[n]:,.0f} µs"
-            for n in ("header", "sparse_body", "signs_body", "verify", "agreement", "step")
-        )
-        + " |"
-        for r in rows
-    ]
-    return "\n".join(lines)
+    heads = (
+        "elements: | a header, made and read: | checksum of a body of 1 %: | of signs: | "
+        "`verify_every`, a step of its: | agreement, once: | exchange of top-k at 1 %:"
+    )
+    names = ("header", "sparse_body", "signs_body", "verify", "agreement", "step")
+    return grid(heads, [[f"{r['numel']:,}", *(f"{r[n]:,.0f} µs" for n in names)] for r in rows])
 
 
-def main() -> None:
-    """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
-    options = parser.parse_args()
+def everything() -> list[Row]:
+    """Return all rows, of one thread and a group of one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows = measure()
-    dump(FILE, rows)
-    text = table(rows)
-    print(text)
-    if options.write:
-        put(DOCS / "reliability.md", "header", text)
+    return measure()
 
 
 if __name__ == "__main__":
-    main()
+    measure_into("header", FILE, everything, table, __doc__, "reliability.md")

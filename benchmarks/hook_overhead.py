@@ -11,18 +11,13 @@ table into docs/systems.md.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "distributed"))
 
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from records import DOCS, RESULTS, Row, dump, processor, put
+from records import RESULTS, Row, command, dump, grid, processor, show
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -82,11 +77,10 @@ def measure(rank, world, width, rounds, steps):
 
 def main():
     """Time the hooks, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "systems.md")
     parser.add_argument("--width", type=int, default=1500, help="width of the layers")
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all hooks")
     parser.add_argument("--steps", type=int, default=10, help="steps of a round")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/systems.md")
     o = parser.parse_args()
     seconds, split = run_ranks(2, measure, o.width, o.rounds, o.steps)[0]
     rows = []
@@ -102,19 +96,12 @@ def main():
             }
         )  # fmt: skip
     dump(FILE, rows)
-    print(text := table(rows))
-    if o.write:
-        put(DOCS / "systems.md", "hook", text)
+    show({"hook": table(rows)}, o.write, "systems.md")
 
 
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown."""
-    lines = [
-        f"{rows[0]['numel']:,} elements",
-        "",
-        "| hook | ms/step | ÷ allreduce_hook | quartiles | select ms | communicate ms | bytes |",
-        "|---|---:|---:|---|---:|---:|---:|",
-    ]
+    lines = []
     for row in rows:
         parts = [
             "–" if row[name] is None else f"{scale * row[name]:,.{digits}f}"
@@ -125,9 +112,11 @@ def table(rows: list[Row]) -> str:
             )
         ]
         cells = [f"`{row['hook']}`", f"{1e3 * row['seconds']:.1f}", f"{row['ratio']:.2f}"]
-        cells += [f"{row['low']:.2f} … {row['high']:.2f}", *parts]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{row['low']:.2f} … {row['high']:.2f}", *parts])
+    heads = (
+        "hook | ms/step: | ÷ allreduce_hook: | quartiles | select ms: | communicate ms: | bytes:"
+    )
+    return f"{rows[0]['numel']:,} elements\n\n{grid(heads, lines)}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ module of that name.)
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import zlib
@@ -26,10 +25,8 @@ import numpy as np
 import xarray
 from micro_batches import ask_noise
 from numpy.typing import NDArray
-from records import DOCS, RESULTS, Row, keep, put, store, stored
+from records import RESULTS, Row, command, complete, grid, keep, show, stored
 from recovery import TRUTHS
-from rich.console import Console
-from rich.progress import track
 from scipy import stats
 from scipy.optimize import brentq
 from scipy.signal import lfilter
@@ -717,18 +714,15 @@ def off(row: Row, chance: float = 0.05) -> bool:
 def table(rows: list[Row]) -> str:
     """Return some rows as Markdown, with a column for each number of elements."""
     sizes = sorted({row["n"] for row in rows})
-    lines = [
-        "| law | what | " + " | ".join(f"{n:,}" for n in sizes) + " |",
-        "|---|---|" + "---:|" * len(sizes),
-    ]
+    lines = []
     found: dict[tuple[str, str], dict[int, Row]] = {}
     for row in rows:
         by_size = found.setdefault((row["law"], _what(row)), {})
         by_size[row["n"]] = row
     for (law, what), by_size in found.items():
         cells = [_cell(by_size[n]) if n in by_size else "" for n in sizes]
-        lines.append(f"| {law} | {what} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([law, what, *cells])
+    return grid(" | ".join(["law", "what", *(f"{n:,}:" for n in sizes)]), lines)
 
 
 def _what(row: Row) -> str:
@@ -753,10 +747,7 @@ def named(rows: list[Row]) -> str:
     for row in sorted(rows, key=lambda r: r["regime"] == "outside"):
         if row["given"] and off(row):
             groups.setdefault((row["regime"], section_of(row), row["law"]), []).append(row)
-    lines = [
-        "| regime | table | law | n | what | covers, % | too low, % | too high, % |",
-        "|---|---|---|---:|---|---:|---:|---:|",
-    ]
+    lines = []
     for (regime, section, law), some in groups.items():
         sizes = ", ".join(f"{n:,}" for n in sorted({r["n"] for r in some}))
         what = "; ".join(dict.fromkeys(map(_what, some)))
@@ -765,9 +756,9 @@ def named(rows: list[Row]) -> str:
             [100 * r["misses_low"] / r["given"] for r in some if r["what"] == "interval"],
             [100 * r["misses_high"] / r["given"] for r in some if r["what"] == "interval"],
         ]
-        ends = " | ".join(_range(v) for v in values)
-        lines.append(f"| {regime} | {section} | {law} | {sizes} | {what} | {ends} |")
-    return "\n".join(lines)
+        lines.append([regime, section, law, sizes, what, *map(_range, values)])
+    heads = "regime | table | law | n: | what | covers, %: | too low, %: | too high, %:"
+    return grid(heads, lines)
 
 
 def _range(values: list[float]) -> str:
@@ -787,12 +778,11 @@ def blocks(rows: list[Row]) -> dict[str, str]:
 
 def main() -> None:
     """Simulate what is not stored yet, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "coverage.md")
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has the word")
     parser.add_argument("--again", metavar="WORD", help="repeat the cases whose name has the word")
     parser.add_argument("--results", type=Path, default=PATH, help="file of the stored rows")
     parser.add_argument("--replications", type=int, help="replications of every case")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/coverage.md")
     options = parser.parse_args()
     path: Path = options.results
     wanted = {c.key: options.replications or c.replications for c in cases()}
@@ -802,16 +792,9 @@ def main() -> None:
         kept = [r for r in kept if options.again not in r["case"]]
     if len(kept) < len(rows):
         keep(path, kept)
-    done = set(map(key_of, kept))
-    missing = [c for c in cases() if options.only in c.name and c.key not in done]
-    for case in track(missing, "simulating", console=Console(stderr=True)):
-        for row in measure(case, wanted[case.key]):
-            store(path, row)
-    for mark, text in blocks(stored(path)).items():
-        if options.write:
-            put(DOCS / "coverage.md", mark, text)
-        else:
-            print(f"{mark}\n\n{text}\n")
+    chosen = {c.key: c for c in cases() if options.only in c.name}
+    made = complete(path, key_of, chosen, lambda *key: measure(chosen[key], wanted[key]))
+    show(blocks(made), options.write, "coverage.md")
 
 
 if __name__ == "__main__":

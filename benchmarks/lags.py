@@ -12,18 +12,18 @@ measured network. Each row is stored in docs/results/lags.jsonl as soon as it is
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import product
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import RESULTS, Row, by, command, complete, grid, show, stored
 from scipy.stats import bootstrap
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +56,12 @@ SYSTEMS: dict[str, tuple[str, float, dict[str, Any]]] = {
 }
 ALONE = "no exchange"
 ROUNDS, RUNS = 21, 10
+HEADS = (
+    "Mbit/s: | system | ms: | ÷ best single ratio: | ÷ dense: | kB sent:",
+    "Mbit/s: | bound (eq. 20): | one message ÷ by layer: | hidden ms, measured:",
+    "Mbit/s: | runs: | chosen | elements: | µs an element: | eq. 19's elements: | ms: | one message's ms:",
+    "Mbit/s: | system | predicted ms: | kB:",
+)
 
 
 class Trainee:
@@ -202,10 +208,9 @@ def sends(choice: Row) -> str:
     return "one message" if choice["whole"] else "by layer"
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[Row]) -> str:
     """Return all rows as Markdown."""
-    lines = ["| Mbit/s | system | ms | ÷ best single ratio | ÷ dense | kB sent |"]
-    lines += ["|---:|---|---:|---:|---:|---:|"]
+    steps, hiding, chosen, plans = [], [], [], []
     found = pooled(row for row in rows if row["what"] == "times")
     for rate in dict.fromkeys(row["rate"] for row in found):
         here = {row["system"]: row for row in found if row["rate"] == rate}
@@ -219,16 +224,8 @@ def table(rows: list[Row]) -> list[str]:
             against = [
                 ratio_of(row["seconds"], other["seconds"]) for other in (single, here["dense"])
             ]
-            cells = [
-                str(rate),
-                f"`{name}`{how}",
-                measured(row["seconds"]),
-                *against,
-                f"{sent:,.0f}",
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| Mbit/s | bound (eq. 20) | one message ÷ by layer | hidden ms, measured |"]
-    lines += ["|---:|---:|---:|---:|"]
+            cells = (f"`{name}`{how}", measured(row["seconds"]), *against, f"{sent:,.0f}")
+            steps.append([str(rate), *cells])
     for rate in dict.fromkeys(row["rate"] for row in found):
         here = {row["system"]: row for row in found if row["rate"] == rate}
         one, layers, after = (
@@ -240,12 +237,7 @@ def table(rows: list[Row]) -> list[str]:
         bound = pipelining_bound(compute / 3, 2 / 3 * compute, communicate)
         hidden = np.subtract(after["seconds"], layers["seconds"]).tolist()
         cells = [f"{bound:.2f}", ratio_of(one["seconds"], layers["seconds"]), measured(hidden)]
-        lines.append(f"| {rate} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "| Mbit/s | runs | chosen | elements | µs an element | eq. 19's elements | ms | one message's ms |",
-    ]
-    lines += ["|---:|---:|---|---:|---:|---:|---:|---:|"]
+        hiding.append([str(rate), *cells])
     choices = [row for row in rows if row["what"] == "choice"]
     for rate in dict.fromkeys(row["rate"] for row in choices):
         here = [row for row in choices if row["rate"] == rate]
@@ -259,70 +251,61 @@ def table(rows: list[Row]) -> list[str]:
             spread([t["sent"] for t in hidden]),
             *(spread([1e3 * t["seconds"] for t in found]) for found in (hidden, one)),
         ]
-        lines.append(f"| {rate} | {len(here)} | " + " | ".join(cells) + " |")
-    lines += ["", "| Mbit/s | system | predicted ms | kB |", "|---:|---|---:|---:|"]
+        chosen.append([str(rate), str(len(here)), *cells])
     for row in rows:
         if row["what"] == "plan":
             cells = [f"{row['rate']:g}", f"`{row['compressor']}`", f"{1e3 * row['seconds']:,.0f}"]
-            lines.append("| " + " | ".join([*cells, f"{row['bytes'] / 1e3:,.0f}"]) + " |")
-    return lines
+            plans.append([*cells, f"{row['bytes'] / 1e3:,.0f}"])
+    made = zip(HEADS, (steps, hiding, chosen, plans), strict=True)
+    return "\n\n".join(grid(heads, lines) for heads, lines in made)
+
+
+def times_of(what: str, rate: int, repeat: int) -> list[Row]:
+    """Return the rows of all systems at a rate."""
+    with shaped_network(CONFIG.nproc, rate * 10**6) as cluster:
+        rows = launch(cluster, ranked, times, [ALONE, *SYSTEMS])[0]
+    return [{"what": what, "rate": rate, "repeat": repeat, **row} for row in rows]
+
+
+def choices_of(what: str, rate: int) -> list[Row]:
+    """Return what LAGS chooses at a rate."""
+    with shaped_network(CONFIG.nproc, rate * 10**6) as cluster:
+        ranks = launch(cluster, ranked, several, choose, "lags", RUNS)
+    assert all(each == ranks[0] for each in ranks)  # chosen alike on all ranks
+    return [{"what": what, "rate": rate, "run": run, **row} for run, row in enumerate(ranks[0])]
+
+
+def plans_of(what: str, rates: Iterable[int]) -> Iterator[Row]:
+    """Yield what is predicted at some rates, from one network and the time of computing that was stored."""
+    names = ["dense-bf16", "topk", "lags"]
+    compute = fmean(median(row["seconds"]) for row in stored(FILE) if row.get("system") == ALONE)
+    with shaped_network(CONFIG.nproc, 60 * 10**6) as cluster:
+        network = measure_network(cluster, NUMEL, 0.001, names)
+    task = importlib.import_module(CONFIG.info.module).make_task(CONFIG, 0)
+    source = {n: p.detach().numpy() for n, p in task.model.named_parameters()}
+    bits = [rate * 1e6 for rate in rates]
+    for row in plan(source, network, compute, [CONFIG.nproc], [0.001], names, rates=bits):
+        fields = ("rate", "compressor", "seconds", "low", "high", "bytes", "selected")
+        ratios = sorted(set(row["layers"].values()))
+        yield {"what": what, "compute": compute, **{f: row[f] for f in fields}, "ratios": ratios}
 
 
 def main() -> None:
     """Run what the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__, "network.md")
     parser.add_argument("what", nargs="*", default=["times", "choices", "plan", "table"])
     parser.add_argument("--rates", type=int, nargs="+", default=list(RATES))
     parser.add_argument("--repeats", type=int, default=2, help="runs of `times` at every rate")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/network.md")
     options = parser.parse_args()
-    rows = stored(FILE)
-
-    def known(**wanted: Any) -> bool:
-        return any(all(row.get(k) == v for k, v in wanted.items()) for row in rows)
-
-    def keep(row: Row) -> None:
-        rows.append(row)
-        store(FILE, row)
-
-    for rate in options.rates:
-        for repeat in range(options.repeats if "times" in options.what else 0):
-            if known(what="times", rate=rate, repeat=repeat):
-                continue
-            with shaped_network(CONFIG.nproc, rate * 10**6) as cluster:
-                ranks = launch(cluster, ranked, times, [ALONE, *SYSTEMS])
-            for row in ranks[0]:
-                keep({"what": "times", "rate": rate, "repeat": repeat, **row})
-        if "choices" in options.what and not known(what="choice", rate=rate):
-            with shaped_network(CONFIG.nproc, rate * 10**6) as cluster:
-                ranks = launch(cluster, ranked, several, choose, "lags", RUNS)
-            assert all(each == ranks[0] for each in ranks)  # chosen alike on all ranks
-            for run, row in enumerate(ranks[0]):
-                keep({"what": "choice", "rate": rate, "run": run, **row})
-    if "plan" in options.what and not known(what="plan"):
-        names = ["dense-bf16", "topk", "lags"]
-        compute = fmean(median(row["seconds"]) for row in rows if row.get("system") == ALONE)
-        with shaped_network(CONFIG.nproc, 60 * 10**6) as cluster:
-            network = measure_network(cluster, NUMEL, 0.001, names)
-        task = importlib.import_module(CONFIG.info.module).make_task(CONFIG, 0)
-        source = {n: p.detach().numpy() for n, p in task.model.named_parameters()}
-        rates = [rate * 1e6 for rate in options.rates]
-        for row in plan(source, network, compute, [CONFIG.nproc], [0.001], names, rates=rates):
-            fields = ("rate", "compressor", "seconds", "low", "high", "bytes", "selected")
-            ratios = sorted(set(row["layers"].values()))
-            keep(
-                {
-                    "what": "plan",
-                    "compute": compute,
-                    **{f: row[f] for f in fields},
-                    "ratios": ratios,
-                }
-            )
-    found = "\n".join(table(rows))
-    if "table" in options.what:
-        print(found)
-    if options.write:
-        put(DOCS / "network.md", "lags", found)
+    if "times" in options.what:
+        cases = product(["times"], options.rates, range(options.repeats))
+        complete(FILE, by("what", "rate", "repeat"), cases, times_of)
+    if "choices" in options.what:
+        complete(FILE, by("what", "rate"), product(["choice"], options.rates), choices_of)
+    if "plan" in options.what:
+        complete(FILE, by("what"), [("plan",)], lambda what: plans_of(what, options.rates))
+    if "table" in options.what or options.write:
+        show({"lags": table(stored(FILE))}, options.write, "network.md")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ The table is printed at the end; ``--write`` also puts it into docs/theory.md.
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 import numpy as np
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import RESULTS, Row, by, command, grid, missing, show, store, stored
 
 import gradstats
 from capture.workloads import WORKLOADS, RunConfig, run
@@ -23,9 +24,13 @@ from gradstats.statistics.distributions import SIDS
 from gradstats.statistics.goodness import goodness
 
 FILE = RESULTS / "late.jsonl"
+HEADS = (
+    "workload", "error feedback", "step:", "largest 1 %: share of ‖g‖²:", "largest ÷ mean:", "p:",
+)  # fmt: skip
 STEPS = (100, 1000, 10_000)
 EVERY = 500
 """Steps from one checkpoint to the next."""
+KEY = by("workload", "feedback", "step")
 SHARE = 0.01
 """The largest elements whose share of the squared norm is looked at."""
 
@@ -58,50 +63,35 @@ def train(
     for trace in map(gradstats.open_trace, sorted(options.work.glob(f"{name}*.zarr"))):
         for step in trace.steps():
             row = {"workload": workload, "feedback": feedback, "step": int(step)}
-            seen = {(r["workload"], r["feedback"], r["step"]) for r in stored(FILE)}
-            if tuple(row.values()) not in seen:
+            if missing(FILE, KEY, [KEY(row)]):
                 store(FILE, row | describe(np.asarray(trace.read(step))))
 
 
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown."""
-    heads = " | ".join(f"KS, `{law}`" for law in SIDS)
-    lines = [
-        f"| workload | error feedback | step | largest 1 %: share of ‖g‖² | largest ÷ mean | p | {heads} |",
-        "|---|---|---:|---:|---:|---:|" + "---:|" * len(SIDS),
-    ]
+    lines = []
     for r in rows:
         cells = [f"`{r['workload']}`", "with" if r["feedback"] else "without", f"{r['step']:,}"]
         cells += [f"{100 * r['largest']:.0f} %", f"{r['peak']:.0f}", f"{r['p']:.2f}"]
-        cells += [f"{r[law]:.3f}" for law in SIDS]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, *(f"{r[law]:.3f}" for law in SIDS)])
+    return grid(" | ".join([*HEADS, *(f"KS, `{law}`:" for law in SIDS)]), lines)
 
 
 def main() -> None:
     """Run what is not stored yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "theory.md")
     parser.add_argument("workload", nargs="?", default="resnet8-cifar16", choices=WORKLOADS)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument(
         "--work", type=Path, required=True, help="folder for checkpoints and traces"
     )
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS))
-    parser.add_argument("--write", action="store_true", help="put the table into docs/theory.md")
     options = parser.parse_args()
     steps = tuple(sorted(options.steps))
-    for feedback in (False, True):
-        done = [
-            r["step"]
-            for r in stored(FILE)
-            if (r["workload"], r["feedback"]) == (options.workload, feedback)
-        ]
-        if not set(steps) <= set(done):
-            train(options.workload, feedback, steps, options)
-    text = table(stored(FILE))
-    print(text)
-    if options.write:
-        put(DOCS / "theory.md", "late", text)
+    left = missing(FILE, KEY, product([options.workload], (False, True), steps))
+    for feedback in sorted({feedback for _, feedback, _ in left}):
+        train(options.workload, feedback, steps, options)
+    show({"late": table(stored(FILE))}, options.write, "theory.md")
 
 
 if __name__ == "__main__":

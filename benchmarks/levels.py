@@ -20,8 +20,7 @@ from itertools import product
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from records import RESULTS, Row, keep, store, stored
-from rich.progress import track
+from records import RESULTS, Row, by, complete, keep, stored
 
 from gradstats import FitError, pot, sketch
 from gradstats.statistics.pot.peaks import magnitudes_of, stability_at
@@ -91,8 +90,8 @@ FORMATS: dict[tuple[str, str], Callable[[Values], tuple[Values, float]]] = {
 
 def cells() -> Iterator[tuple[str, str, int, float]]:
     """Yield format, scale, number of elements and ratio of every cell."""
-    for (name, scale), n, ratio in product(FORMATS, SIZES, RATIOS):
-        yield name, scale, n, ratio
+    for held, n, ratio in product(FORMATS, SIZES, RATIOS):
+        yield *held, n, ratio
 
 
 def simulate(name: str, scale: str, n: int, ratio: float, replicates: int) -> Row:
@@ -147,10 +146,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.again:
         keep(PATH, [row for row in stored(PATH) if options.again not in row["format"]])
-    known = {(r["format"], r["scale"], r["n"], r["ratio"]) for r in stored(PATH)}
-    for cell in track([c for c in cells() if c not in known], description="cells"):
-        store(PATH, simulate(*cell, options.replicates))
-    rows = stored(PATH)
+    key = by("format", "scale", "n", "ratio")
+    rows = complete(PATH, key, cells(), lambda *cell: simulate(*cell, options.replicates))
     for row in rows:
         if row["covered"] is not None and row["covered"] < 0.85:
             print(row)

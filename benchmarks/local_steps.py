@@ -11,21 +11,20 @@ is the median over the exchanges from the fifth on, and its range.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from records import DOCS, RESULTS, Row, keep, put, stored
+from records import RESULTS, Row, command, grid, keep, show, stored
 
 from gradstats import compressibility, open_trace, quality
 from gradstats.compressors import ChunkTopK
 from gradstats.primitives import top_candidates
 from gradstats.trace import Trace
 
-FILE, PAGE = RESULTS / "local_steps.jsonl", DOCS / "measurements.md"
+FILE = RESULTS / "local_steps.jsonl"
 RATIO = 0.01
 FIRST = 4
 """First exchange that counts: the warm-up of the learning rate is over."""
@@ -98,30 +97,25 @@ def tables(stored_rows: Sequence[Row]) -> dict[str, str]:
     }
     found = {}
     for mark, columns in heads.items():
-        lines = ["| exchange | vector | " + " | ".join(columns) + " |"]
-        lines.append("|---|---|" + "---:|" * len(columns))
+        lines = []
         for row in stored_rows:
             if mark == "vectors":
                 cells = ["{:.3g} ({:.3g}–{:.3g})".format(*row[name]) for name in COLUMNS]
             else:
                 cells = [f"{kept:.3g}" for kept in row["kept"].values()]
-            lines.append(f"| {row['compressor']} | {row['kind']} | " + " | ".join(cells) + " |")
-        found[mark] = "\n".join(lines)
+            lines.append([row["compressor"], row["kind"], *cells])
+        found[mark] = grid(" | ".join(["exchange", "vector", *(f"{c}:" for c in columns)]), lines)
     return found
 
 
 def main() -> None:
     """Measure traces, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command(__doc__)
     parser.add_argument("traces", nargs="*", metavar="TRACE")
-    parser.add_argument("--write", action="store_true", help="write the tables into the page")
     options = parser.parse_args()
     if options.traces:
         keep(FILE, [row for path in options.traces for row in rows(open_trace(path))])
-    for mark, text in tables(stored(FILE)).items():
-        print(f"{text}\n")
-        if options.write:
-            put(PAGE, mark, text)
+    show(tables(stored(FILE)), options.write)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ rests on into gradstats/analysis/evidence.json: these runs, those to a plateau o
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from records import DOCS, RESULTS, ROOT, Row, put, store, stored
+from records import RESULTS, ROOT, Row, by, command, complete, grid, show, stored
 
 from capture.atlas import PIECES, settings_of
 from capture.workloads import WORKLOADS, RunConfig, run
@@ -32,6 +32,7 @@ from gradstats.analysis.advise import choose
 from gradstats.primitives.ratio import RATIOS
 
 FILE = RESULTS / "losses.jsonl"
+PAGE = "losses.md"
 EVIDENCE = ROOT / "gradstats" / "analysis" / "evidence.json"
 STEPS = 120
 WARM_UP = 12
@@ -56,24 +57,30 @@ UNTUNED = ("dense-bf16",)
 """Systems that train at the dense rate: they change the last digits alone."""
 
 
-def cases(pieces: Sequence[str], systems: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """Yield every piece with every system and ratio."""
-    for piece in pieces:
-        for system in systems:
-            fixed = SYSTEMS[system].get("ratio")
-            for ratio in RATIOS if fixed is None else (fixed,):
-                yield piece, system, ratio
+def settings(piece: str, systems: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+    """Yield a piece with every system and ratio."""
+    for system in systems:
+        fixed = SYSTEMS[system].get("ratio")
+        for ratio in RATIOS if fixed is None else (fixed,):
+            yield piece, system, ratio
+
+
+def trials(every: Sequence[tuple[str, str, float]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the cases that choose a learning rate."""
+    for setting in every:
+        if setting[1] not in UNTUNED:
+            yield from ((*setting, factor, 0) for factor in FACTORS)
 
 
 def one(piece: str, system: str, ratio: float, factor: float, seed: int, data: Path | None) -> Row:
     """Train once, and return the row that is stored."""
-    settings = settings_of(piece, data) | {"steps": STEPS, "ratio": ratio, "seed": seed}
-    settings |= {"lr_schedule": "cosine", "lr_warm_up": WARM_UP, "label": ""} | SYSTEMS[system]
-    rate = factor * RunConfig(**settings).initial_learning_rate
+    chosen = settings_of(piece, data) | {"steps": STEPS, "ratio": ratio, "seed": seed}
+    chosen |= {"lr_schedule": "cosine", "lr_warm_up": WARM_UP, "label": ""} | SYSTEMS[system]
+    rate = factor * RunConfig(**chosen).initial_learning_rate
     row: Row = {"piece": piece, "system": system, "ratio": ratio, "factor": factor, "seed": seed}
     row |= {"steps": STEPS, "rate": rate}
     try:
-        result = run(RunConfig(**settings | {"learning_rate": rate}))
+        result = run(RunConfig(**chosen | {"learning_rate": rate}))
     except RunFailedError as error:
         if "finite" not in str(error):
             raise
@@ -103,24 +110,6 @@ def best_factor(rows: Sequence[Row], piece: str, system: str, ratio: float) -> f
 def round7(value: float) -> float:
     """Return a number as rows have it."""
     return float(f"{value:.7g}")
-
-
-def missing(piece: str, system: str, ratio: float, seeds: int) -> Iterator[tuple[float, int]]:
-    """Yield factor and seed of the runs that are not stored; those that choose the rate come first."""
-
-    def done() -> set[tuple[float, int]]:
-        mine = [
-            r for r in stored(FILE)
-            if (r["piece"], r["system"], r["ratio"]) == (piece, system, ratio)
-        ]  # fmt: skip
-        return {(r["factor"], r["seed"]) for r in mine}
-
-    before = done()
-    if system not in UNTUNED:
-        yield from ((f, 0) for f in FACTORS if (f, 0) not in before)
-    # asked again: the runs above are stored by now
-    factor = best_factor(stored(FILE), piece, system, ratio)
-    yield from ((factor, s) for s in range(1, seeds + 1) if (factor, s) not in before)
 
 
 def trainings(losses: Sequence[Row], atlas: Sequence[Row]) -> list[Row]:
@@ -236,26 +225,22 @@ def held_out(found: Sequence[Row], tolerance: float = 0.02) -> Row:
 
 def table(found: Sequence[Row]) -> str:
     """Return the losses as Markdown: a row for each training and optimizer, a column for each setting."""
-    settings = dict.fromkeys((r["rule"], r["ratio"], r["memory"]) for t in found for r in t["runs"])
-    lines = [
-        "| training | steps | runs | "
-        + " | ".join(
-            f"`{rule}`" + (f" {ratio:g}" if ratio < 1 else "") for rule, ratio, _ in settings
-        )
-        + " |",
-        "| --- | ---: | ---: |" + " ---: |" * len(settings),
-    ]
+    columns = dict.fromkeys((r["rule"], r["ratio"]) for t in found for r in t["runs"])
+    heads = " | ".join(f"{_named(*column)}:" for column in columns)
+    lines = []
     for each in found:
         for steps in dict.fromkeys(r["steps"] for r in each["runs"]):
             mine = {
-                (r["rule"], r["ratio"], r["memory"]): r["above"]
-                for r in each["runs"] if r["steps"] == steps
-            }  # fmt: skip
-            cells = [f"{each['training']}/{each['optimizer']}", str(steps)]
-            cells += [str(max(len(a) for a in mine.values()))]
-            cells += [_cell(mine.get(key)) for key in settings]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                (r["rule"], r["ratio"]): r["above"] for r in each["runs"] if r["steps"] == steps
+            }
+            count = max(map(len, mine.values()))
+            name = f"{each['training']}/{each['optimizer']}"
+            lines.append([name, str(steps), str(count), *(_cell(mine.get(c)) for c in columns)])
+    return grid(f"training | steps: | runs: | {heads}", lines)
+
+
+def _named(rule: str, ratio: float) -> str:
+    return f"`{rule}`" + (f" {ratio:g}" if ratio < 1 else "")
 
 
 def _cell(above: Sequence[float] | None) -> str:
@@ -269,39 +254,39 @@ def _cell(above: Sequence[float] | None) -> str:
 
 def judged(found: Mapping[str, Any]) -> str:
     """Return what came of held-out advice as Markdown."""
-    lines = ["| training | advice without it | bytes ÷ dense | loss above dense, % | within 2 % |"]
-    lines += ["| --- | --- | ---: | ---: | --- |"]
-    for row in found["rows"]:
-        what = f"`{row['rule']}`" + (f" {row['ratio']:g}" if row["ratio"] < 1 else "")
-        lines.append(
-            f"| {row['training']} | {what} | {row['bytes']:.3g} | {_cell([row['above']])} | "
-            f"{'yes' if row['within'] else '**no**'} |"
-        )
-    return "\n".join(lines)
+    heads = "training | advice without it | bytes ÷ dense: | loss above dense, %: | within 2 %"
+    return grid(
+        heads,
+        (
+            [
+                row["training"], _named(row["rule"], row["ratio"]), f"{row['bytes']:.3g}", _cell([row["above"]]),
+                "yes" if row["within"] else "**no**",
+            ]
+            for row in found["rows"]
+        ),
+    )  # fmt: skip
 
 
 def main() -> None:
-    """Run what is not stored yet, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    """Run what is not stored yet, and show the tables."""
+    parser = command(__doc__, PAGE)
     parser.add_argument("pieces", nargs="*", default=PIECES, metavar="PIECE")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3, help="judge seeds 1 to N; 0 runs nothing")
     parser.add_argument("--systems", nargs="*", default=CORE, choices=SYSTEMS, metavar="NAME")
-    parser.add_argument("--write", action="store_true", help="put the tables into the docs")
     options = parser.parse_args()
-    if options.seeds:
-        for piece, system, ratio in cases(options.pieces, options.systems):
-            for factor, seed in missing(piece, system, ratio, options.seeds):
-                row = one(piece, system, ratio, factor, seed, options.data_dir)
-                store(FILE, row)
-                print(row, flush=True)
+    key = by("piece", "system", "ratio", "factor", "seed")
+    run_one = partial(one, data=options.data_dir)
+    # piece by piece, so that what is there after an interruption can be compared
+    for piece in options.pieces if options.seeds else ():
+        every = [*settings(piece, options.systems)]
+        rows = complete(FILE, key, trials(every), run_one)
+        judged_by = range(1, options.seeds + 1)
+        cases = [(*each, best_factor(rows, *each), seed) for each in every for seed in judged_by]
+        complete(FILE, key, cases, run_one)
     found = trainings(stored(FILE), stored(RESULTS / "atlas.jsonl"))
     made = held_out(found)
-    tables = {"losses": table(found), "held-out": judged(made)}
-    for mark, text in tables.items():
-        print(text, end="\n\n")
-        if options.write:
-            put(DOCS / "losses.md", mark, text)
+    show({"losses": table(found), "held-out": judged(made)}, options.write, PAGE)
     if options.write:
         rest = {k: v for k, v in made.items() if k != "rows"}
         dump = {"held_out": rest, "trainings": found}

@@ -15,24 +15,21 @@ are printed at the end; ``--write`` also puts them into docs/systems.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from plateau import interval, one
-from records import DOCS, RESULTS, ROOT, Row, dump, put, store, stored
+from ranks import run_ranks
+from records import RESULTS, Row, by, command, complete, dump, grid, show, stored
 
 from capture.workloads import WORKLOADS, RunConfig
 from gradstats.compressors import Compressor, DenseCompressor, Marsit
 from gradstats.compressors.signs import bits_per_element
-
-sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 FILE, TIMES = RESULTS / "marsit.jsonl", RESULTS / "marsit-times.json"
 OWN = RESULTS / "marsit-own.jsonl"
@@ -98,8 +95,6 @@ def exchange(rank: int, world: int, numel: int, rounds: int) -> dict[str, list[f
 
 def measure(rounds: int = 40) -> list[Row]:
     """Return the time of an exchange by ring and by torus, in multiples of the dense one beside it."""
-    from ranks import run_ranks
-
     rows = []
     for numel in (270_000, 4_500_000):
         by_rank = run_ranks(RANKS, exchange, numel, rounds)
@@ -132,27 +127,21 @@ def dense() -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return loss, accuracy and bits by K, with 95 % intervals over the seeds."""
-    lines = [
-        "| K | bits per element and hop | training loss | test accuracy % |",
-        "|---|---:|---:|---:|",
-    ]
+    lines = []
     for full_every in (*EVERY, *(f"`{name}`" for name in BASELINES)):
         own = [row for row in rows if row["full_every"] == full_every and "problem" not in row]
         if len(own) > 1:
             bits = statistics.fmean(row["bits"] for row in own)
             loss, half = interval([row["loss"] for row in own])
             right, around = interval([100 * row["accuracy"] for row in own])
-            cells = f"{bits:.2f} | {loss:.2f} ± {half:.2f} | {right:.1f} ± {around:.1f}"
-            lines.append(f"| {full_every or 'never'} | {cells} |")
-    return "\n".join(lines)
+            cells = f"{bits:.2f}", f"{loss:.2f} ± {half:.2f}", f"{right:.1f} ± {around:.1f}"
+            lines.append([str(full_every or "never"), *cells])
+    return grid("K | bits per element and hop: | training loss: | test accuracy %:", lines)
 
 
 def own_table(rows: list[Row]) -> str:
     """Return loss and accuracy of each system at the paper's rate, with 95 % intervals over the seeds."""
-    lines = [
-        "| system | steps | seeds | training loss | test accuracy % |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    lines = []
     for system, steps in dict.fromkeys((r["compressor"], r["steps"]) for r in rows):
         own = [r for r in rows if (r["compressor"], r["steps"]) == (system, steps)]
         mine = [r for r in own if "problem" not in r]
@@ -161,52 +150,43 @@ def own_table(rows: list[Row]) -> str:
             mean, half = interval([factor * r[name] for r in mine]) if mine else (math.nan, 0.0)
             cell = f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
             cells.append(cell if mine else "diverged")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return grid("system | steps: | seeds: | training loss: | test accuracy %:", lines)
 
 
 def times_table(rows: list[Row]) -> str:
     """Return what ring and torus take, in multiples of a dense all-reduce."""
-    lines = ["| elements | topology | ÷ dense all-reduce | quartiles |", "|---:|---|---:|---|"]
+    lines = []
     for r in rows:
         middle, low, high = (f"{r[name]:.2f}" for name in ("ratio", "low", "high"))
-        lines.append(f"| {r['elements']:,} | {r['topology']} | {middle} | {low} … {high} |")
-    return "\n".join(lines)
+        lines.append([f"{r['elements']:,}", r["topology"], middle, f"{low} … {high}"])
+    return grid("elements: | topology | ÷ dense all-reduce: | quartiles", lines)
 
 
 def main() -> None:
     """Run what is not stored yet, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "systems.md")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0 to N - 1 of --own")
     parser.add_argument("--steps", type=int, default=OWN_STEPS, help="steps of --own")
     parser.add_argument("--own", action="store_true", help="train at the paper's rate instead")
     parser.add_argument("--times", action="store_true", help="measure the topologies instead")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/systems.md")
     options = parser.parse_args()
     if options.times:
         dump(TIMES, measure())
     elif options.own:
-        made = [row for row in stored(OWN) if row["steps"] == options.steps]
-        done = {(row["compressor"], row["seed"]) for row in made}
-        runs = [(name, seed) for seed in range(options.seeds) for name in OWN_SYSTEMS]
-        for each in runs:
-            if each not in done:
-                store(OWN, train_own(*each, options.data_dir, options.steps))
+        n, key = options.steps, by("compressor", "seed", "steps")
+        own = [(name, seed, n) for seed in range(options.seeds) for name in OWN_SYSTEMS]
+        complete(OWN, key, own, lambda *case: train_own(*case[:2], options.data_dir, n))
     else:
-        done = {(row["full_every"], row["seed"]) for row in stored(FILE)}
-        runs = [(k, seed) for seed in range(SEEDS) for k in EVERY if (k, seed) not in done]
-        for full_every, seed in runs:
-            store(FILE, train(full_every, seed, options.data_dir))
+        key, runs = by("full_every", "seed"), ((k, seed) for seed in range(SEEDS) for k in EVERY)
+        complete(FILE, key, runs, lambda *case: train(*case, options.data_dir))
     tables = {"marsit": table([*stored(FILE), *dense()])}
     if OWN.exists():
         tables["marsit-own"] = own_table(stored(OWN))
     if TIMES.exists():
         tables["marsit-times"] = times_table(json.loads(TIMES.read_text()))
-    for name, text in tables.items():
-        print(text, end="\n\n")
-        if options.write:
-            put(DOCS / "systems.md", name, text)
+    show(tables, options.write, "systems.md")
 
 
 if __name__ == "__main__":

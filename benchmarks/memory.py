@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from records import RESULTS, Row, measure_into, processor
+from records import RESULTS, Row, grid, measure_into, processor
 from safetensors.torch import save_file
 
 FILE = RESULTS / "memory.json"
@@ -79,15 +79,13 @@ def everything() -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown."""
-    lines = [
-        f"| format | elements | file, MB | {' | '.join(f'`{c}`, MB' for c in COMMANDS)} |",
-        f"|---|---:|---:|{'---:|' * len(COMMANDS)}",
-    ]
+    lines = []
     for form, numel in itertools.product(FORMATS, SIZES):
         own = [r for r in rows if (r["format"], r["numel"]) == (form, numel)]
-        cells = " | ".join(f"{r['megabytes']:.0f}" for r in own)
-        lines.append(f"| {form} | {numel / 1e6:.0f} million | {own[0]['file']:.0f} | {cells} |")
-    return "\n".join(lines)
+        cells = (f"{r['megabytes']:.0f}" for r in own)
+        lines.append([form, f"{numel / 1e6:.0f} million", f"{own[0]['file']:.0f}", *cells])
+    commands = (f"`{c}`, MB:" for c in COMMANDS)
+    return grid(" | ".join(["format", "elements:", "file, MB:", *commands]), lines)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ docs/reliability.md. benchmarks/mutations.json says why no test can notice a mut
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import hashlib
@@ -35,9 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planted import noticed
-from records import DOCS, RESULTS, ROOT, Row, keep, put, store, stored
-from rich.console import Console
-from rich.progress import track
+from records import RESULTS, ROOT, Row, command, complete, grid, keep, missing, show, stored
 
 if TYPE_CHECKING:
     from coverage import CoverageData
@@ -181,7 +178,7 @@ def reasons() -> dict[tuple[str, str, str], str]:
 
 def table(rows: list[Row]) -> str:
     """Return the counts by room, and every mutant that no test noticed."""
-    lines = ["| room | mutants | noticed | equivalent | not noticed |", "|---|---:|---:|---:|---:|"]
+    lines, missed = [], []
     why = reasons()
 
     def verdict(row: Row) -> str:
@@ -194,15 +191,14 @@ def table(rows: list[Row]) -> str:
     )
     for room in [*sorted({room for room, _ in count} - {"all"}), "all"]:
         of = [count[room, result] for result in ("killed", "equivalent", "survived")]
-        lines.append(f"| {room} | {sum(of)} | {of[0]} | {of[1]} | {of[2]} |")
-    lines += ["", "| not noticed | why |", "|---|---|"]
+        lines.append([room, *map(str, (sum(of), *of))])
     for row in sorted(rows, key=key):
         if row["result"] == "survived":
             old, new = (row[name].replace("|", "\\|") for name in ("old", "new"))
-            lines.append(
-                f"| {row['file']}: `{old}` → `{new}` | {why.get(key(row), 'no test yet')} |"
-            )
-    return "\n".join(lines)
+            shown = f"{row['file']}: `{old}` → `{new}`"
+            missed.append([shown, why.get(key(row), "no test yet")])
+    counts = grid("room | mutants: | noticed: | equivalent: | not noticed:", lines)
+    return f"{counts}\n\n{grid('not noticed | why', missed)}"
 
 
 def covered(tests: list[str], copy: Path) -> CoverageData:
@@ -264,16 +260,14 @@ def _try(file: Path, mutant: str, tests: list[str], some: list[str], copy: Path)
 
 def main() -> None:
     """Try the mutants that were not tried yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "reliability.md")
     parser.add_argument("word", nargs="?", default="", help="only modules with this in the path")
     parser.add_argument("--each", type=int, default=3, help="mutants of each module")
     parser.add_argument("--again", action="store_true", help="repeat those not noticed")
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
     if options.again:
         rows = stored(FILE)
         keep(FILE, (r for r in rows if r["result"] == "killed" or options.word not in r["file"]))
-    done = {key(row) for row in stored(FILE)}
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"],
         cwd=ROOT,
@@ -287,24 +281,25 @@ def main() -> None:
         subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
     # a run that was killed leaves its mutant
     subprocess.run(["git", "checkout", "--quiet", "."], cwd=copy, check=True)
-    left = []
-    for file, tests in files():
-        if options.word in file and (copy / file).exists():
-            for old, new, mutant in draw((copy / file).read_text(encoding="utf-8"), options.each):
-                row = {"file": file, "old": old, "new": new}
-                if key(row) not in done:
-                    left.append((row, mutant, tests))
+    drawn = {
+        (file, old, new): (mutant, tests)
+        for file, tests in files()
+        if options.word in file and (copy / file).exists()
+        for old, new, mutant in draw((copy / file).read_text(encoding="utf-8"), options.each)
+    }
+    left = missing(FILE, key, drawn)
     random.Random(0).shuffle(left)  # an interrupted run has seen something of every room
     if left:
-        data = covered(sorted({test for _, _, tests in left for test in tests}), copy)
-    for row, mutant, tests in track(left, "mutating", console=Console(stderr=True)):
-        file = copy / row["file"]
-        some = running(data, file, mutant, tests)
-        store(FILE, {**row, **_try(file, mutant, tests, some, copy)})
-    text = table(stored(FILE))
-    print(text)
-    if options.write:
-        put(DOCS / "reliability.md", "mutations", text)
+        data = covered(sorted({test for each in left for test in drawn[each][1]}), copy)
+
+    def measure(file: str, old: str, new: str) -> Row:
+        mutant, tests = drawn[file, old, new]
+        some = running(data, copy / file, mutant, tests)
+        row = {"file": file, "old": old, "new": new}
+        return {**row, **_try(copy / file, mutant, tests, some, copy)}
+
+    complete(FILE, key, left, measure)
+    show({"mutations": table(stored(FILE))}, options.write, "reliability.md")
 
 
 if __name__ == "__main__":

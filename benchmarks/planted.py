@@ -14,7 +14,6 @@ with the names of these tests, so a fault is planted again when its row names ot
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -30,9 +29,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from records import DOCS, RESULTS, ROOT, Row, fidelity_rows, keep, put, store, stored
-from rich.console import Console
-from rich.progress import track
+from records import (
+    RESULTS,
+    ROOT,
+    Row,
+    command,
+    complete,
+    fidelity_rows,
+    grid,
+    keep,
+    missing,
+    show,
+    stored,
+)
 
 FILE = RESULTS / "planted.jsonl"
 ROWS = RESULTS / "planted_rows.jsonl"
@@ -175,21 +184,20 @@ def _counts(
     rows: list[Row], head: str, group: Callable[[tuple[str, ...]], str], faults: list[Row]
 ) -> str:
     """Return a table of the counts by what each fault's key is grouped by, and one of those not noticed."""
-    lines = [f"| {head} | planted | noticed | not noticed |", "|---|---:|---:|---:|"]
+    lines = []
     results = {(key(row), row["result"]) for row in rows if row["result"] != "gone"}
     count = Counter((group(known), result) for known, result in results)
     for name in sorted({name for name, _ in count}):
         killed, survived = count[name, "killed"], count[name, "survived"]
-        lines.append(f"| {name} | {killed + survived} | {killed} | {survived} |")
-    if any(row["result"] == "survived" for row in rows):
-        lines += ["", "| not noticed | why |", "|---|---|"]
+        lines.append([name, *map(str, (killed + survived, killed, survived))])
+    text, missed = grid(f"{head} | planted: | noticed: | not noticed:", lines), []
     why = {key(fault): fault.get("why", "no test yet") for fault in faults}
     for row in rows:
         if row["result"] == "survived":
             old, new = (" ".join(row[n].split()).replace("|", "\\|") for n in ("old", "new"))
             of = f"{row['paper']}, {row['item']}, " if "paper" in row else ""
-            lines.append(f"| {of}{row['file']}: `{old}` → `{new}` | {why[key(row)]} |")
-    return "\n".join(lines)
+            missed.append([f"{of}{row['file']}: `{old}` → `{new}`", why[key(row)]])
+    return f"{text}\n\n{grid('not noticed | why', missed)}" if missed else text
 
 
 class _Plan(NamedTuple):
@@ -214,14 +222,13 @@ PLANS = {
 
 def main() -> None:
     """Plant what was not planted yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "reliability.md and docs/fidelity.md")
     parser.add_argument("word", nargs="?", default="", help="only faults in files with this name")
     parser.add_argument("--rows", action="store_true", help="faults of the rows of the papers")
     parser.add_argument("--again", action="store_true", help="repeat what is stored")
     parser.add_argument(
         "--share", default="1/1", metavar="I/N", help="every Nth from the Ith, beside other runs"
     )
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
     plan = PLANS[options.rows]
     known = plan.faults()
@@ -229,22 +236,22 @@ def main() -> None:
     if options.again:
         again = {key(fault) for fault in faults}
         keep(plan.file, [row for row in stored(plan.file) if key(row) not in again])
-    done = {key(row) for row in stored(plan.file)}
     place, of = map(int, options.share.split("/"))
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__"))
-        left = [fault for fault in faults if key(fault) not in done][place - 1 :: of]
-        for fault in track(left, "planting", console=Console(stderr=True)):
-            row = plant(fault, copy)
-            store(plan.file, {name: row[name] for name in plan.fields})
+        by_key = {key(fault): fault for fault in faults}
+        left = missing(plan.file, key, by_key)[place - 1 :: of]
+
+        def measure(*known: str) -> Row:
+            row = plant(by_key[known], copy)
+            return {name: row[name] for name in plan.fields}
+
+        complete(plan.file, key, left, measure)
     if options.write and options.rows:  # what is in today's list, in its order
         found = {key(row): row for row in stored(plan.file)}
         keep(plan.file, [found[key(fault)] for fault in known if key(fault) in found])
-    text = plan.table(stored(plan.file))
-    print(text)
-    if options.write:
-        put(DOCS / plan.page, plan.mark, text)
+    show({plan.mark: plan.table(stored(plan.file))}, options.write, plan.page)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ it needs root and a quiet machine.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 from convergence import measures
-from records import DOCS, RESULTS, Row, keep, put, store, stored
+from records import DOCS, RESULTS, Row, by, command, complete, grid, keep, put, show, stored
 from scipy.stats import t
 
 from capture.workloads import WORKLOADS, RunConfig, RunResult, run
@@ -184,22 +183,17 @@ def times(rows: list[Row], rate: int) -> str:
     dense = next(row["curves"] for row in here if row["compressor"] == DENSE)
     at = [max(1, round(share * len(dense["loss"]))) - 1 for share in TARGETS.values()]
     targets = [min(dense["loss"][: i + 1]) for i in at]
-    lines = [
-        "| compressor | ratio | ms/step | computing % | "
-        + " | ".join(
-            f"s to {target:.2f} ({share})" for share, target in zip(TARGETS, targets, strict=True)
-        )
-        + " | s in all |",
-        "|---|---:|---:|---:|" + "---:|" * (len(targets) + 1),
-    ]
+    heads = [f"s to {goal:.2f} ({share}):" for share, goal in zip(TARGETS, targets, strict=True)]
+    lines = []
     for row in here:
         loss, seconds = row["curves"]["loss"], row["curves"]["seconds"]
         reached = [next((i for i, x in enumerate(loss) if x <= target), None) for target in targets]
         cells = [f"`{row['compressor']}`", "–" if row["ratio"] == 1 else f"{row['ratio']:g}"]
         cells += [f"{1e3 * row['seconds']:.0f}", f"{100 * row['utilisation']:.0f}"]
         cells += ["never" if i is None else f"{seconds[i]:.0f}" for i in reached]
-        lines.append("| " + " | ".join([*cells, f"{seconds[-1]:.0f}"]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{seconds[-1]:.0f}"])
+    heads = ["compressor", "ratio:", "ms/step:", "computing %:", *heads, "s in all:"]
+    return grid(" | ".join(heads), lines)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -219,17 +213,14 @@ def told_apart(differences: Sequence[float]) -> float:
 
 def speech(rows: list[Row]) -> str:
     """Return the error rates of transcripts as Markdown, and after how many passes SIDCo's target was reached."""
-    lines = [
-        "| compressor | ratio | word errors % | character errors % | passes to 55 % | to 30 % | k̂/k, first pass |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for row in rows:
         cells = [f"`{row['compressor']}`", "–" if row["ratio"] == 1 else f"{row['ratio']:g}"]
         if "made" in row:
             cells[0] += f", {row['made']:,} of {row['steps']:,} steps"
         trials = row.get("evaluations", [])
         if "problem" in row or not trials:
-            lines.append("| " + " | ".join([*cells, "diverged", *["–"] * 4]) + " |")
+            lines.append([*cells, "diverged", *["–"] * 4])
             continue
         cells += [f"{100 * row[f'{name}_error_rate']:.1f}" for name in ("word", "character")]
         for target in CHARACTER_ERRORS:
@@ -239,9 +230,11 @@ def speech(rows: list[Row]) -> str:
             cells.append(str(next(passes, "never")))
         quality = row["curves"]["quality"]
         first = quality[: max(1, round(len(quality) / len(trials)))]
-        cells.append(f"{statistics.fmean(first):.2f}" if first else "–")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{statistics.fmean(first):.2f}" if first else "–"])
+    return grid(
+        "compressor | ratio: | word errors %: | character errors %: | passes to 55 %: | to 30 %: | k̂/k, first pass:",
+        lines,
+    )
 
 
 def measure_of(rows: list[Row]) -> tuple[str, float, str]:
@@ -275,7 +268,7 @@ def choice(runs: dict[str, list[Row]]) -> str:
     titles = []
     for workload, rows in runs.items():
         titles.append(f"{CHOICES[workload]}, {rows[0]['optimizer']['name']}: {measure_of(rows)[2]}")
-    lines = [f"| compressor | {' | '.join(titles)} | bytes ÷ dense | k̂/k |", "|---" * 6 + "|"]
+    lines = []
     first = next(iter(runs.values()))
     full = statistics.fmean(row["bytes"] for row in first if row["compressor"] == DENSE)
     for system in SYSTEMS[1:]:
@@ -297,8 +290,8 @@ def choice(runs: dict[str, list[Row]]) -> str:
             ]
             shown = ["–" if math.isnan(mean) else format(mean, form) for mean in means]
             cells.append(" · ".join(shown))
-        lines.append(f"| `{system}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([f"`{system}`", *cells])
+    return grid(" | ".join(["compressor", *titles, "bytes ÷ dense", "k̂/k"]), lines)
 
 
 def _difference(rows: list[Row], system: str, ratio: float) -> str:
@@ -320,19 +313,14 @@ def table(rows: list[Row]) -> str:
     """
     name, factor, shown = measure_of(rows)
     dense = [row for row in rows if "problem" not in row and row["compressor"] == DENSE]
-    lines = [
-        f"| compressor | ratio | seeds | loss | {shown} | less dense, 95 % | k̂/k | bytes/step | still falling |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     every_difference: list[list[float]] = []
     for system, ratio in dict.fromkeys((row["compressor"], row["ratio"]) for row in rows):
         every = [row for row in rows if (row["compressor"], row["ratio"]) == (system, ratio)]
         mine = [row for row in every if "problem" not in row]
         cells = [f"`{system}`", "–" if ratio == 1 else f"{ratio:g}"]
         if not mine:
-            lines.append(
-                "| " + " | ".join([*cells, f"0 of {len(every)}", "diverged", *["–"] * 5]) + " |"
-            )
+            lines.append([*cells, f"0 of {len(every)}", "diverged", *["–"] * 5])
             continue
         loss, value, quality, size, falling = (
             statistics.fmean(row[f] for row in mine)
@@ -352,28 +340,28 @@ def table(rows: list[Row]) -> str:
             f"{size:,.0f}",
             f"{100 * falling:.1f} %",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
+    heads = f"compressor | ratio: | seeds: | loss: | {shown}: | less dense, 95 %: | k̂/k: | bytes/step: | still falling:"
+    text = grid(heads, lines)
     if len(dense) > 1:
         spread = factor * statistics.stdev(row[name] for row in dense)
-        lines += [
-            "",
-            f"Standard deviation of dense over its {len(dense)} seeds: {spread:.2f}. * the interval excludes 0.",
-        ]
+        text += f"\n\nStandard deviation of dense over its {len(dense)} seeds: {spread:.2f}. "
+        text += "* the interval excludes 0."
     several = [values for values in every_difference if len(values) > 1]
     if 0 < len(several) < len(every_difference):
         freedom = sum(len(values) - 1 for values in several)
         squares = sum(statistics.variance(values) * (len(values) - 1) for values in several)
         pooled = math.sqrt(squares / freedom)
-        lines[-1] += (
+        text += (
             f" Pooled over systems of several seeds, a difference has a standard deviation of {pooled:.2f}: "
             f"of one seed, nothing below {t.ppf(0.975, freedom) * pooled:.1f} is told apart."
         )
-    return "\n".join(lines)
+    return text
 
 
 def main() -> None:
     """Run what is not stored yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "workloads.md")
     parser.add_argument(
         "workload", nargs="?", default="resnet8-cifar16", choices=WORKLOADS, metavar="WORKLOAD"
     )
@@ -405,7 +393,6 @@ def main() -> None:
     parser.add_argument(
         "--lab", type=parse_rate, metavar="RATE", help="time the first seed's runs at this rate"
     )
-    parser.add_argument("--write", action="store_true", help="put the tables into the docs")
     options = parser.parse_args()
     if options.so_far and (options.checkpoints is None or options.lab is not None):
         parser.error("--so-far needs --checkpoints, and no --lab")
@@ -433,49 +420,34 @@ def main() -> None:
     )
     if any("made" in row for row in stored(path)):  # these go on
         keep(path, [row for row in stored(path) if "made" not in row])
-    done = {
-        (row["compressor"], row["ratio"], row["seed"])
-        for row in stored(path)
-        if row.get("rate") == options.lab
-    }
-    missing = [
-        (system, ratio, seed) for seed, (system, ratio) in runs if (system, ratio, seed) not in done
-    ]
-    for count, (system, ratio, seed) in enumerate(missing, 1):
+    key = by("compressor", "ratio", "seed", "rate")
+    cases = [(*system, seed, options.lab) for seed, system in runs]
+
+    def train(system: str, ratio: float, seed: int, rate: int | None) -> Row | list[Row]:
         config = base.replace(
             compressor=system, ratio=ratio, seed=seed, **moving, options=OPTIONS.get(system, {}),
-            label=f"{count}/{len(missing)} {system} {ratio:g} seed {seed}",
+            label=f"{system} {ratio:g} seed {seed}",
         )  # fmt: skip
-        if options.lab is None:
-            every = max(1, base.setting("steps") // POINTS)
-            if options.checkpoints is not None:
-                folder = options.checkpoints / f"{name}-{system}-{ratio:g}-seed{seed}"
-                every_so = {"checkpoint_every": options.checkpoint_every}
-                config = config.replace(checkpoint=folder, **every_so)
-            config = config.replace(diagnose_every=0 if system == DENSE else every)
-            if options.so_far:
-                if part := so_far(config):
-                    store(path, part)
-                continue
-            row = one(config)
-        else:
-            row = timed(config, options.lab)
-        store(path, row)
-    rows = stored(path)
+        if rate is not None:
+            return timed(config, rate)
+        every = max(1, base.setting("steps") // POINTS)
+        if options.checkpoints is not None:
+            folder = options.checkpoints / f"{name}-{system}-{ratio:g}-seed{seed}"
+            config = config.replace(checkpoint=folder, checkpoint_every=options.checkpoint_every)
+        config = config.replace(diagnose_every=0 if system == DENSE else every)
+        if options.so_far:
+            return list(filter(None, [so_far(config)]))
+        return one(config)
+
+    rows = complete(path, key, cases, train)
     text = table(rows) if options.lab is None else times(rows, options.lab)
     tables = {path.stem: text}
     if any(row.get("character_error_rate", math.nan) >= 0 for row in rows):
         tables[f"{path.stem}-speech"] = speech(rows)
-    for mark, text in tables.items():
-        print(text)
-        if options.write:
-            put(DOCS / "workloads.md", mark, text)
+    show(tables, options.write, "workloads.md")
     if options.write:
-        put(
-            DOCS / "choose.md",
-            "choice",
-            choice({w: stored(RESULTS / f"plateau-{w}.jsonl") for w in CHOICES}),
-        )
+        choices = choice({w: stored(RESULTS / f"plateau-{w}.jsonl") for w in CHOICES})
+        put(DOCS / "choose.md", "choice", choices)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ docs/measurements.md.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import numpy as np
 import torch
-from records import DOCS, RESULTS, Row, dump, put
+from records import RESULTS, Row, command, dump, grid, show
 
 from gradstats.primitives import (
     exceedances,
@@ -71,21 +70,18 @@ def numpy_select(x, eta):
 
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown; the first is what the others are compared with."""
-    lines = ["| pass | ms | streams | ms, 2 threads | faster by |", "|---|---:|---:|---:|---:|"]
-    stream = rows[0]["one"]
+    lines, stream = [], rows[0]["one"]
     for row in rows:
         one, two = row["one"], row["two"]
-        lines.append(
-            f"| {row['pass']} | {1e3 * one:.1f} | {one / stream:.2f} | {1e3 * two:.1f} | {one / two:.2f} |"
-        )
-    return "\n".join(lines)
+        cells = f"{1e3 * one:.1f}", f"{one / stream:.2f}", f"{1e3 * two:.1f}", f"{one / two:.2f}"
+        lines.append([row["pass"], *cells])
+    return grid("pass | ms: | streams: | ms, 2 threads: | faster by:", lines)
 
 
 def main() -> None:
     """Time the passes, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__)
     parser.add_argument("--numel", type=int, default=26_000_000, help="elements of the data")
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
     numel = options.numel
     x = np.random.default_rng(0).laplace(size=numel).astype(np.float32)
@@ -118,9 +114,7 @@ def main() -> None:
         columns[threads] = {name: statistics.median(s) for name, s in seconds.items()}
     rows = [{"pass": name, "one": columns[1][name], "two": columns[2][name]} for name in runs]
     dump(FILE, rows)
-    print(text := table(rows))
-    if options.write:
-        put(DOCS / "measurements.md", "passes", text)
+    show({"passes": table(rows)}, options.write)
 
 
 if __name__ == "__main__":

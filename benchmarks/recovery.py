@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from pages import grid
 from rich.console import Console
 from rich.progress import track
 
@@ -81,19 +82,15 @@ def recover(
 
 def table(n: int, replicates: int) -> str:
     """Return the recovery of every model and method as Markdown."""
-    lines = [
-        "| model | method | parameter | truth | mean | bias, % | 95 % interval holds it |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
+    lines = []
     for model, method in _progress(list(solvers())):
         r = recover(model, method, TRUTHS[model], n, replicates)
         for name, truth in r.truth.items():
             bias = 100 * (r.mean[name] / truth - 1)
-            lines.append(
-                f"| {model} | {method} | {name} | {truth:g} | {r.mean[name]:.4g} | {bias:+.2f} "
-                f"| {100 * r.coverage[name]:.1f} % |"
-            )
-    return "\n".join(lines)
+            cells = f"{truth:g}", f"{r.mean[name]:.4g}", f"{bias:+.2f}"
+            lines.append([model, method, name, *cells, f"{100 * r.coverage[name]:.1f} %"])
+    heads = "model | method | parameter | truth: | mean: | bias, %: | 95 % interval holds it:"
+    return grid(heads, lines)
 
 
 def _progress(cases: list[tuple[str, str]]) -> Iterable[tuple[str, str]]:
@@ -102,10 +99,7 @@ def _progress(cases: list[tuple[str, str]]) -> Iterable[tuple[str, str]]:
 
 def calibration(n: int, samples: int) -> str:
     """Return how often tests at 5 % reject samples of their own model, as Markdown."""
-    lines = [
-        "| model | method | statistic | bootstrap rejects | naive Kolmogorov test rejects |",
-        "|---|---|---|---:|---:|",
-    ]
+    lines = []
     cases = [("laplace", "closed"), ("dgamma", "mle"), ("double_genpareto", "mle")]
     rng = np.random.default_rng(1)
     for model, method in _progress(cases):
@@ -126,8 +120,9 @@ def calibration(n: int, samples: int) -> str:
             rejected = 100 * np.mean([t.p_value <= 0.05 for t in tests])
             naive = 100 * np.mean([t.p_naive <= 0.05 for t in tests])
             shown = f"{naive:.1f} %" if statistic == "ks" else "–"
-            lines.append(f"| {model} | {method} | {statistic} | {rejected:.1f} % | {shown} |")
-    return "\n".join(lines)
+            lines.append([model, method, statistic, f"{rejected:.1f} %", shown])
+    heads = "model | method | statistic | bootstrap rejects: | naive Kolmogorov test rejects:"
+    return grid(heads, lines)
 
 
 def main() -> None:

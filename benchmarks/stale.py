@@ -10,7 +10,6 @@ listed may still be right: what has changed may not touch it. ``--write`` puts t
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -21,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
-from records import DOCS, RESULTS, ROOT, Row, put
+from records import RESULTS, ROOT, Row, command, grid, show
 
 TRAINING = ("capture.workloads", "capture.lab")
 """Whoever imports from these trains."""
@@ -155,32 +154,26 @@ def everything(words: list[str]) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """Return the rows as Markdown: what is current in one line, and then the others."""
     current = [row["result"] for row in rows if not row["changed"]]
-    lines = [
-        f"Of {len(rows)} results {len(current)} are of today's code: {', '.join(current) or 'none'}.",
-        "",
-        "| result | made by | stored | files that it rests on | changed since |",
-        "|---|---|---|---:|---:|",
-    ]
+    lines = []
     for row in rows:
         if row["changed"]:
             made = ", ".join(f"`{each}`" for each in row["programs"])
-            cells = (row["result"], made, row["made"], str(row["files"]), str(len(row["changed"])))
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            counts = str(row["files"]), str(len(row["changed"]))
+            lines.append([row["result"], made, row["made"], *counts])
+    about = f"Of {len(rows)} results {len(current)} are of today's code: {', '.join(current) or 'none'}."
+    heads = "result | made by | stored | files that it rests on: | changed since:"
+    return f"{about}\n\n{grid(heads, lines)}"
 
 
 def main() -> None:
     """Print the table, or of the results named which files have changed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__)
     parser.add_argument("words", nargs="*", help="words in the names of results to look at closely")
-    parser.add_argument("--write", action="store_true", help="put the table into the docs")
     options = parser.parse_args()
     rows = everything(options.words)
-    print(text := table(rows))
+    show({"stale": table(rows)}, options.write and not options.words)
     for row in rows if options.words else ():
         print(f"\n{row['result']}: " + (", ".join(row["changed"]) or "nothing has changed"))
-    if options.write and not options.words:
-        put(DOCS / "measurements.md", "stale", text)
 
 
 if __name__ == "__main__":

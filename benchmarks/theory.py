@@ -10,10 +10,8 @@ docs/theory.md. All cases take about half an hour on two cores.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -32,14 +30,9 @@ from bounds import (
     within_tolerance,
 )
 from numpy.typing import NDArray
-from records import DOCS, RESULTS, ROOT, Row, put, store, stored
-from rich.console import Console
-from rich.progress import track
-
-sys.path.insert(0, str(ROOT / "tests" / "distributed"))
-
 from ranks import run_ranks
 from rates import Regression, of_layers, of_one_bit
+from records import RESULTS, ROOT, Row, by, command, complete, grid, show
 
 import gradstats
 from capture.workloads import RunConfig, run
@@ -541,9 +534,8 @@ def studies() -> dict[str, list[Case]]:
 
 def table(head: str, lines: list[list[str]]) -> str:
     """Return rows of cells as Markdown; all columns but the first are numbers."""
-    columns = head.split(" | ")
-    rule = "|---" + "|---:" * (len(columns) - 1) + "|"
-    return "\n".join([f"| {head} |", rule, *(f"| {' | '.join(cells)} |" for cells in lines)])
+    first, *numbers = head.split(" | ")
+    return grid(" | ".join([first, *(f"{each}:" for each in numbers)]), lines)
 
 
 def grouped(rows: list[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -785,28 +777,22 @@ def blocks(rows: list[Row]) -> dict[str, str]:
 def main() -> None:
     """Run what is not stored yet, and print the tables."""
     cases = studies()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "theory.md")
     parser.add_argument("studies", nargs="*", help=f"some of: {', '.join(cases)}")
     parser.add_argument("--results", type=Path, default=PATH, help="file of the stored cases")
-    parser.add_argument("--write", action="store_true", help="put the tables into the docs")
     options = parser.parse_args()
     unknown = set(options.studies) - cases.keys()
     if unknown:
         parser.error(f"no study {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
-    done = {(row["study"], row["case"]) for row in stored(options.results)}
-    left = [
-        (study, *case)
-        for study in options.studies or cases
-        for case in cases[study]
-        if (study, case[0]) not in done
-    ]
-    for study, case, measure in track(left, "cases", console=Console(stderr=True)):
-        for row in measure():
-            store(options.results, {"study": study, "case": case, **rounded(row)})
-    for mark, text in blocks(stored(options.results)).items():
-        print(f"{mark}\n\n{text}\n")
-        if options.write:
-            put(DOCS / "theory.md", mark, text)
+
+    def measure(study: str, case: str) -> list[Row]:
+        return [
+            {"study": study, "case": case, **rounded(row)} for row in dict(cases[study])[case]()
+        ]
+
+    wanted = [(study, case) for study in options.studies or cases for case, _ in cases[study]]
+    rows = complete(options.results, by("study", "case"), wanted, measure)
+    show(blocks(rows), options.write, "theory.md")
 
 
 def rounded(row: Row) -> Row:

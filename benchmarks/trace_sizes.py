@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from records import RESULTS, Row, measure_into
+from records import RESULTS, Row, grid, measure_into
 
 from capture.workloads.layouts import backward_pass
 from gradstats.primitives import warm_up
@@ -69,10 +69,7 @@ def measure(model: str) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return the sizes and times as Markdown, a line a model."""
-    lines = [
-        "| model | parameters | elements | sketch kB | gradient kB | write a sketch ms | write a gradient ms |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for model in dict.fromkeys(r["model"] for r in rows):
         sketch, whole = (
             r for store in STORES for r in rows if (r["model"], r["stored"]) == (model, store)
@@ -83,8 +80,9 @@ def table(rows: list[Row]) -> str:
         ]
         times = [f"{1e3 * r['seconds']:.3g}" for r in (sketch, whole)]
         cells = [f"`{model}`", str(sketch["parameters"]), f"{sketch['numel']:,}", *sizes, *times]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    heads = "model | parameters: | elements: | sketch kB: | gradient kB: | write a sketch ms: | write a gradient ms:"
+    return grid(heads, lines)
 
 
 def everything() -> list[Row]:

@@ -14,15 +14,15 @@ stored in docs/results/lab_local_steps*, and are not repeated. ``--write`` puts 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
+from functools import partial
 from statistics import median
 
 import numpy as np
-from records import DOCS, RESULTS, Row, put, store, stored
+from records import DOCS, RESULTS, Row, by, command, complete, grid, missing, show, stored
 
-from capture.lab.cluster import shaped_network
+from capture.lab.cluster import Cluster, shaped_network
 from capture.lab.run import measure_network, train, train_without_exchange
 from capture.workloads import RunConfig
 from gradstats.network import Network, plan
@@ -63,11 +63,7 @@ def public() -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return the comparison as Markdown."""
-    lines = [
-        "| system | H | Mbit/s | exchange s | predicted s | measured ÷ predicted | exchanges in counted steps | "
-        "utilisation % | predicted % | in whole intervals % |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for r in rows:
         exchange = r["exchange"] or r["seconds"] - r["compute"]
         cells = [
@@ -80,8 +76,12 @@ def table(rows: list[Row]) -> str:
             f"{r['exchanges']} in {r['steps']}",
             *(f"{100 * r[n]:.3g}" for n in ("utilisation", "planned_counted", "planned")),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    heads = (
+        "system | H: | Mbit/s: | exchange s: | predicted s: | measured ÷ predicted: | exchanges in counted steps: | "
+        "utilisation %: | predicted %: | in whole intervals %:"
+    )
+    return grid(heads, lines)
 
 
 def measure() -> list[Row]:
@@ -93,22 +93,20 @@ def measure() -> list[Row]:
             dataclasses.replace(network, about={**network.about, "numel": alone.numel}).save(
                 NETWORK
             )
-    done = {(r["round"], r["rate"], r["local_steps"], r["compressor"]) for r in stored(LAB)}
+    key = by("round", "rate", "local_steps", "compressor")
     for number, rate in itertools.product(range(ROUNDS), RATES):
-        missing = [
-            each
-            for each in itertools.product(LOCAL_STEPS, SYSTEMS)
-            if (number, rate / 1e6, *each) not in done
-        ]
-        if not missing:
-            continue
-        with shaped_network(RUN.nproc, rate) as cluster:
-            alone = train_without_exchange(RUN, cluster)
-            for steps, name in missing:
-                run = RUN.replace(compressor=name, local_steps=steps)
-                row, *_ = train(run, cluster, alone.seconds)
-                store(LAB, {"round": number, **row})
+        cases = itertools.product([number], [rate / 1e6], LOCAL_STEPS, SYSTEMS)
+        if left := missing(LAB, key, cases):
+            with shaped_network(RUN.nproc, rate) as cluster:
+                alone = train_without_exchange(RUN, cluster).seconds
+                complete(LAB, key, left, partial(one, cluster, alone))
     return stored(LAB)
+
+
+def one(cluster: Cluster, alone: float, number: int, rate: float, steps: int, name: str) -> Row:
+    """Train once in a cluster of this rate, and return the row that is stored."""
+    run = RUN.replace(compressor=name, local_steps=steps)
+    return {"round": number, **train(run, cluster, alone)[0]}
 
 
 def lab_rows(runs: list[Row]) -> list[Row]:
@@ -137,35 +135,27 @@ def lab_rows(runs: list[Row]) -> list[Row]:
 
 def lab_table(rows: list[Row]) -> str:
     """Return the lab's steps and those of a plan as Markdown."""
-    lines = [
-        "| Mbit/s | H | compressor | measured ms a step, lowest to highest | predicted ms | 95 % interval | error % |",
-        "|---:|---:|---|---:|---:|---:|---:|",
-    ]
+    lines = []
     for r in rows:
         seconds = (r["measured"], min(r["took"]), max(r["took"]), r["seconds"], r["low"], r["high"])
         middle, least, most, predicted, low, high = (f"{1e3 * each:,.0f}" for each in seconds)
-        lines.append(
-            f"| {r['rate']:g} | {r['local_steps'] or '–'} | `{r['compressor']}` | {middle}, {least} to {most} | "
-            f"{predicted} | {low} to {high} | {100 * (r['seconds'] / r['measured'] - 1):+.0f} |"
-        )
-    return "\n".join(lines)
+        error = f"{100 * (r['seconds'] / r['measured'] - 1):+.0f}"
+        cells = [f"{r['rate']:g}", str(r["local_steps"] or "–"), f"`{r['compressor']}`"]
+        cells += [f"{middle}, {least} to {most}", predicted, f"{low} to {high}", error]
+        lines.append(cells)
+    heads = "Mbit/s: | H: | compressor | measured ms a step, lowest to highest: | predicted ms: | 95 % interval:"
+    return grid(f"{heads} | error %:", lines)
 
 
 def main() -> None:
     """Predict, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/network.md")
+    parser = command(__doc__, "network.md")
     parser.add_argument("--lab", action="store_true", help="train in the lab, too")
     options = parser.parse_args()
-    text = table(public())
-    print(text)
-    if options.write:
-        put(PAGE, "public", text)
+    tables = {"public": table(public())}
     if options.lab:
-        text = lab_table(lab_rows(measure()))
-        print(text)
-        if options.write:
-            put(PAGE, "lab local steps", text)
+        tables["lab local steps"] = lab_table(lab_rows(measure()))
+    show(tables, options.write, "network.md")
 
 
 if __name__ == "__main__":

@@ -11,15 +11,28 @@ a system's steps has the error that the other systems had. ``--write`` puts the 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median, stdev, variance
 from unittest import mock
 
-from records import DOCS, RESULTS, Row, dump, put, store, stored
+from records import (
+    RESULTS,
+    Row,
+    by,
+    command,
+    complete,
+    dump,
+    grid,
+    keep,
+    missing,
+    show,
+    store,
+    stored,
+)
 
 from capture.lab.cluster import shaped_network
 from capture.lab.run import measure_network, train, train_without_exchange
@@ -37,6 +50,7 @@ RATES = ("50mbit", "100mbit", "500mbit")
 CURVE = [round(10 ** (7 + i / 6)) for i in range(15)]
 """Rates of the figure, bit/s: 10 Mbit/s to 2 Gbit/s."""
 STEPS = 15
+HEADS = "workers: | Mbit/s: | system | measured ms: | predicted ms: | 95 % interval: | error:"
 
 
 def configuration(given: argparse.Namespace, nproc: int, **settings: object) -> RunConfig:
@@ -65,17 +79,17 @@ def measure(options: argparse.Namespace, nproc: int) -> tuple[Network, Row]:
 def measured_steps(options: argparse.Namespace, nproc: int, compute: float) -> list[Row]:
     """Return the steps of every rate and compressor among some workers; run those that are not stored."""
     path = RESULTS / "validation.jsonl"
-    done = {(r["nproc"], r["rate"], r["compressor"]) for r in stored(path)}
+    key = by("nproc", "rate", "compressor")
     for rate in map(parse_rate, RATES):
-        missing = [name for name in SYSTEMS if (nproc, rate / 1e6, name) not in done]
-        if not missing:
-            continue
-        with shaped_network(nproc, rate) as network:
-            for name in missing:
-                label = f"{nproc} workers, {format_rate(rate / 1e6)}, {name}"
-                settings = {"compressor": name, "label": label}
-                record, *_ = train(configuration(options, nproc, **settings), network, compute)
-                store(path, record)
+        if left := missing(path, key, product([nproc], [rate / 1e6], SYSTEMS)):
+            with shaped_network(nproc, rate) as network:
+
+                def one(nproc: int, rate: float, name: str) -> Row:
+                    label = f"{nproc} workers, {format_rate(rate)}, {name}"
+                    settings = {"compressor": name, "label": label}
+                    return train(configuration(options, nproc, **settings), network, compute)[0]
+
+                complete(path, key, left, one)
     return [row for row in stored(path) if row["nproc"] == nproc]
 
 
@@ -211,30 +225,24 @@ def summary(rows: list[Row]) -> str:
 def table(rows: list[Row]) -> str:
     """Return the comparison as Markdown."""
     whole = [row for row in rows if row["compressor"] != ABOVE_K]
-    lines = [
-        summary(rows),
-        "",
-        f"Without `{ABOVE_K}`, which sends more than the k that the plan assumes: {summary(whole)}",
-        "",
-        "| workers | Mbit/s | system | measured ms | predicted ms | 95 % interval | error |",
-        "|---:|---:|---|---:|---:|---:|---:|",
-    ]
+    lines = []
     for r in rows:
-        lines.append(
-            f"| {r['workers']} | {r['rate']:g} | `{r['compressor']}` | {1e3 * r['measured']:,.0f} | "
-            f"{1e3 * r['predicted']:,.0f} | {1e3 * r['low']:,.0f} to {1e3 * r['high']:,.0f} | "
-            f"{100 * r['error']:+.1f} % |"
-        )
-    return "\n".join(lines)
+        ends = ("measured", "predicted", "low", "high")
+        took, predicted, low, high = (f"{1e3 * r[name]:,.0f}" for name in ends)
+        cells = [str(r["workers"]), f"{r['rate']:g}", f"`{r['compressor']}`", took, predicted]
+        lines.append([*cells, f"{low} to {high}", f"{100 * r['error']:+.1f} %"])
+    without = (
+        f"Without `{ABOVE_K}`, which sends more than the k that the plan assumes: {summary(whole)}"
+    )
+    return f"{summary(rows)}\n\n{without}\n\n{grid(HEADS, lines)}"
 
 
 def main() -> None:
     """Measure what is not stored yet, predict, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command(__doc__, "network.md")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--parts", action="store_true", help="show measured and predicted parts")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/network.md")
     options = parser.parse_args()
     rows, points = compare(options)
     if options.parts:
@@ -250,17 +258,15 @@ def main() -> None:
             for r in rows
         ]
         print(render([{k: math.nan if v is None else v for k, v in p.items()} for p in parts]))
-    text = table(rows)
-    print(text)
+    show({"validation": table(rows)}, options.write, "network.md")
     late, error = model_error(by_system(rows))
     print(
         f"late {late:.3f}, error {error:.3f}, as good as {independent(by_system(rows)):.0f} steps"
     )
     if options.write:
-        put(DOCS / "network.md", "validation", text)
         kept = ("workers", "rate", "compressor", "measured", "predicted", "low", "high")
-        lines = (json.dumps({name: row[name] for name in kept}) + "\n" for row in rows)
-        (RESULTS / "validation-left-out.jsonl").write_text("".join(lines), encoding="utf-8")
+        left_out = [{name: row[name] for name in kept} for row in rows]
+        keep(RESULTS / "validation-left-out.jsonl", left_out)
         dump(RESULTS / "speedup.json", points)
 
 

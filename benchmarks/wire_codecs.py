@@ -12,16 +12,30 @@ and a quiet machine.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
-from records import DOCS, RESULTS, ROOT, Row, put, store, stored
+from records import (
+    DOCS,
+    RESULTS,
+    ROOT,
+    Row,
+    by,
+    command,
+    complete,
+    grid,
+    keep,
+    missing,
+    show,
+    stored,
+)
 
 from capture.workloads import RunConfig
 from gradstats.collectives.codec import SCALED, Codec
@@ -119,37 +133,36 @@ def cost(codec: str, ratio: float | None, encode: float, decode: float) -> Row:
 def lab(data_dir: Path) -> list[Row]:
     """Return the steps measured in the lab; train what is not stored."""
     from capture.lab.cluster import shaped_network
-    from capture.lab.run import train, train_without_exchange
+    from capture.lab.run import train_without_exchange
 
     base = RunConfig(
         workload="lstm-ptb", data_dir=data_dir, nproc=2, steps=20, batch_size=8, hidden=400,
         compressor="topk", ratio=0.001,
     )  # fmt: skip
+    key = by("rate", "indices", "values")
     for rate in LAB_RATES:
-        done = {(row["indices"], row["values"]) for row in stored(LAB) if row["rate"] == rate}
-        missing = [each for each in WIRE if each not in done]
-        if not missing:
-            continue
-        with shaped_network(base.nproc, rate) as network:
-            alone = train_without_exchange(base, network)
-            for indices, values in missing:
-                options = {"indices": indices, "values": values}
-                label = f"{rate / 1e6:g} Mbit/s, {indices}, {values}"
-                record, losses, _ = train(
-                    base.replace(options=options, label=label), network, alone.seconds
-                )
-                fields = ("seconds", "compute_alone", "select", "communicate", "bytes")
-                row = {"rate": rate, **options, **{name: record[name] for name in fields}}
-                store(LAB, {**row, "losses": losses})
+        if left := missing(LAB, key, ((rate, *each) for each in WIRE)):
+            with shaped_network(base.nproc, rate) as network:
+                alone = train_without_exchange(base, network).seconds
+                complete(LAB, key, left, partial(one, base, network, alone))
     return stored(LAB)
+
+
+def one(base: RunConfig, network: Any, alone: float, rate: int, indices: str, values: str) -> Row:
+    """Train once in a network of this rate, and return the row that is stored."""
+    from capture.lab.run import train
+
+    options = {"indices": indices, "values": values}
+    config = base.replace(options=options, label=f"{rate / 1e6:g} Mbit/s, {indices}, {values}")
+    record, losses, _ = train(config, network, alone)
+    fields = ("seconds", "compute_alone", "select", "communicate", "bytes")
+    kept = {name: record[name] for name in fields}
+    return {"rate": rate, **options, **kept, "losses": losses}
 
 
 def lab_table(rows: list[Row]) -> str:
     """Return seconds, bytes and the last loss by rate and codec."""
-    lines = [
-        "| Mbit/s | positions | values | s/step | ÷ plain | exchange s | MB sent | loss |",
-        "|---:|---|---|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for row in rows:
         plain = next(r for r in rows if (r["rate"], r["indices"]) == (row["rate"], "plain"))
         cells = [f"{row['rate'] / 1e6:g}", f"`{row['indices']}`", f"`{row['values']}`"]
@@ -159,50 +172,45 @@ def lab_table(rows: list[Row]) -> str:
             f"{row['bytes'] / 1e6:.3f}",
             f"{row['losses'][-1]:.3f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    heads = "Mbit/s: | positions | values | s/step: | ÷ plain: | exchange s: | MB sent: | loss:"
+    return grid(heads, lines)
 
 
 def tables(rows: list[Row]) -> dict[str, str]:
     """Return the tables of the page by their marks."""
-    lines = [
-        "| trace | ratio | entropy | `rice` | `rice`, with room | plain |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    rounded = [f"| trace | ratio | {' | '.join(ROUNDED)} |", "|---|" + "---:|" * (1 + len(ROUNDED))]
-    spent = ["| codec | ratio | encode | decode |", "|---|---:|---:|---:|"]
+    lines = []
+    rounded, spent = [], []
     for row in rows:
         if row["what"] == "cost":
             ratio = "any" if row["ratio"] is None else f"{row['ratio']:g}"
-            spent.append(
-                f"| `{row['codec']}` | {ratio} | {row['encode']:.1f} | {row['decode']:.1f} |"
-            )
+            times = (f"{row[way]:.1f}" for way in ("encode", "decode"))
+            spent.append([f"`{row['codec']}`", ratio, *times])
             continue
-        head = f"| {row['trace']} | {row['ratio']:g}"
-        numbers = [f"{row[column]:.2f}" for column in ("entropy", "rice", "wire")]
-        lines.append(f"{head} | {' | '.join(numbers)} | 32 |")
-        rounded.append(f"{head} | {' | '.join(f'{row[each]:.2g}' for each in ROUNDED)} |")
-    made = {"bits": lines, "errors": rounded, "costs": spent}
-    return {f"codec {mark}": "\n".join(text) for mark, text in made.items()}
+        head = row["trace"], f"{row['ratio']:g}"
+        lines.append([*head, *(f"{row[each]:.2f}" for each in ("entropy", "rice", "wire")), "32"])
+        rounded.append([*head, *(f"{row[each]:.2g}" for each in ROUNDED)])
+    errors = " | ".join(["trace", "ratio:", *(f"{each}:" for each in ROUNDED)])
+    return {
+        "codec bits": grid(
+            "trace | ratio: | entropy: | `rice`: | `rice`, with room: | plain:", lines
+        ),
+        "codec errors": grid(errors, rounded),
+        "codec costs": grid("codec | ratio: | encode: | decode:", spent),
+    }
 
 
 def main() -> None:
     """Measure, store the rows, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into the docs")
+    parser = command(__doc__)
     parser.add_argument("--lab", type=Path, metavar="DIR", help="train in the lab instead")
     options = parser.parse_args()
     if options.lab:
         made = {"codec lab": lab_table(lab(options.lab))}
     else:
-        FILE.unlink(missing_ok=True)
-        for row in (*bits(), *costs()):
-            store(FILE, row)
+        keep(FILE, [*bits(), *costs()])
         made = tables(stored(FILE))
-    for mark, text in made.items():
-        print(f"{text}\n")
-        if options.write:
-            put(PAGE, mark, text)
+    show(made, options.write)
 
 
 if __name__ == "__main__":

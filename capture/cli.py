@@ -88,6 +88,12 @@ def register(app: typer.Typer) -> None:
     app.command("bench-network", rich_help_panel="Thresholds")(bench_network)
 
 
+def _dtypes() -> Sequence[str]:
+    from gradstats.trace import DTYPES
+
+    return DTYPES
+
+
 def _stores() -> Sequence[str]:
     from gradstats.trace import STORES
 
@@ -157,7 +163,7 @@ def capture(  # numpydoc ignore=PR01
         str,
         typer.Option(
             help="Type of the stored gradients: float32 or bfloat16.",
-            **one_of("dtype", lambda: ("float32", "bfloat16")),
+            **one_of("dtype", _dtypes),
         ),
     ] = "float32",
     compress: Annotated[bool, typer.Option(help="Compress the trace.")] = False,

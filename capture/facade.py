@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from gradstats.hooks.torch_private import GradBucket, backward_pass, unwrap
 from gradstats.hooks.units import is_sharded
 from gradstats.primitives.ratio import check_count, shown
 from gradstats.tables import format_bytes
-from gradstats.trace import KINDS, STORES, Kind, Store, create_trace
+from gradstats.trace import DTYPES, KINDS, STORES, Dtype, Kind, Store, create_trace
 
 __all__ = ["Capture", "capture_hook"]
 
@@ -179,7 +179,7 @@ class Capture(Facts):
         kinds: Sequence[Kind] | None = None,
         parameters: Sequence[str] | None = None,
         store: Store = "gradients",
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Dtype = "float32",
         total_steps: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         buffers: int = 2,
@@ -520,7 +520,7 @@ def _check_options(kinds: Sequence[Kind] | None, store: str, dtype: str) -> None
         raise InputError(f"kinds must be a list of {', '.join(KINDS)}, not {kinds!r:.100}")
     if store not in STORES:
         raise InputError(f"store must be {' or '.join(STORES)}, not {store}")
-    if dtype not in ("float32", "bfloat16"):
+    if dtype not in DTYPES:
         raise InputError(f"dtype must be float32 or bfloat16, not {dtype}")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from capture.writer import BackgroundWriter, Snapshot, ThinningWriter
 from gradstats.hooks import Scaler
 from gradstats.hooks.torch_private import before_thread_pools_end
 from gradstats.primitives.ratio import shown
-from gradstats.trace import Kind, Shard, Store, TraceWriter
+from gradstats.trace import Dtype, Kind, Shard, Store, TraceWriter
 from gradstats.trace.format import OF_PARAMETERS
 
 __all__ = ["CaptureWarning", "Contents", "Phase", "Recorder", "Storage", "at_exit", "warn"]
@@ -75,7 +75,7 @@ class Storage:
     path: Path
     rank: int
     store: Store
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     compress: bool
     buffers: int
     total_steps: int | None

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from gradstats.analysis.compare import compare
     from gradstats.analysis.compression import compression
     from gradstats.analysis.delta import delta
-    from gradstats.analysis.drift import drift, over_training
+    from gradstats.analysis.drift import Quantity, drift, over_training
     from gradstats.analysis.quality import quality, quality_series, stage_budget
-    from gradstats.analysis.wire import wire
+    from gradstats.analysis.wire import Rounding, Scale, wire
     from gradstats.errors import (
         ExchangeError,
         GradstatsError,
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from gradstats.hooks.monitor import Monitor
     from gradstats.hooks.trial import Trial
     from gradstats.network.plan import plan
-    from gradstats.primitives.backend import backend
+    from gradstats.primitives.backend import Backend, backend
+    from gradstats.primitives.deltas import WeightType
+    from gradstats.primitives.formats import NumberFormat
     from gradstats.primitives.histogram import histogram
     from gradstats.primitives.moments import moments
     from gradstats.primitives.select import select
@@ -66,9 +68,9 @@ _HOME = {
     "gradstats.analysis.compare": ("compare",),
     "gradstats.analysis.compression": ("compression",),
     "gradstats.analysis.delta": ("delta",),
-    "gradstats.analysis.drift": ("drift", "over_training"),
+    "gradstats.analysis.drift": ("Quantity", "drift", "over_training"),
     "gradstats.analysis.quality": ("quality", "quality_series", "stage_budget"),
-    "gradstats.analysis.wire": ("wire",),
+    "gradstats.analysis.wire": ("Rounding", "Scale", "wire"),
     "gradstats.errors": (
         *("ExchangeError", "GradstatsError", "InputError"),
         *("NonFiniteGradientError", "TraceError"),
@@ -77,7 +79,9 @@ _HOME = {
     "gradstats.hooks.monitor": ("Monitor",),
     "gradstats.hooks.trial": ("Trial",),
     "gradstats.network.plan": ("plan",),
-    "gradstats.primitives": ("backend", "histogram", "moments", "select"),
+    "gradstats.primitives": ("Backend", "backend", "histogram", "moments", "select"),
+    "gradstats.primitives.deltas": ("WeightType",),
+    "gradstats.primitives.formats": ("NumberFormat",),
     "gradstats.primitives.sketch": ("Magnitudes", "Sketch", "sketch"),
     "gradstats.statistics": ("distributions", "goodness", "laws", "pot"),
     "gradstats.statistics.compressibility": ("compressibility",),
@@ -92,6 +96,7 @@ _HOME = {
 
 # written out: type checkers do not evaluate a list that is computed
 __all__ = [
+    "Backend",
     "ExchangeError",
     "Fit",
     "FitError",
@@ -100,10 +105,15 @@ __all__ = [
     "Magnitudes",
     "Monitor",
     "NonFiniteGradientError",
+    "NumberFormat",
+    "Quantity",
+    "Rounding",
+    "Scale",
     "Sketch",
     "Trace",
     "TraceError",
     "Trial",
+    "WeightType",
     "advise",
     "agreement",
     "backend",

@@ -14,6 +14,7 @@ import sys
 from enum import Enum
 from pathlib import Path
 from types import GenericAlias
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -91,7 +92,9 @@ def page():
 
 
 def signature(function):
-    """Return parameters and defaults as text, None where Python knows none, or says another with each version."""
+    """Return parameters and defaults as text, or names; None where Python knows none, or each version others."""
+    if get_origin(function) is Literal:
+        return f" = Literal{json.dumps(get_args(function))}"
     enum = inspect.isclass(function) and issubclass(function, Enum)
     if enum or isinstance(function, GenericAlias):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 import pytest
 
@@ -30,6 +30,18 @@ def functions(monkeypatch):
     ]
     monkeypatch.setattr(registry, "entries", lambda group: EntryPoints(brought))
     return Registry("some.functions", {"sqrt": "math:sqrt", "add": "wave:open"}, check)
+
+
+def test_installed_packages_are_looked_through_once_for_all_groups(monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        registry, "entry_points", lambda **group: looked.append(group) or entry_points(**group)
+    )
+    registry._installed.cache_clear()
+    groups = "console_scripts", "gradstats.commands", "gradstats.none"
+    for group in groups:
+        assert list(registry.entries(group)) == list(entry_points(group=group)), group
+    assert looked == [{}]
 
 
 def test_names_load_nothing(functions, monkeypatch):

@@ -1,6 +1,6 @@
 """Draw the figures of the README and the docs into docs/img/.
 
-    python tools/figures.py [NAME …]
+    PYTHONPATH=benchmarks python tools/figures.py [NAME …]
 
 ``make figures`` draws all of them. Most are drawn from the traces in data/. Figures of live runs are drawn from the
 flat records in docs/results/NAME.json, which benchmarks/diagnostics.py, benchmarks/validation.py and ``gradstats
@@ -135,7 +135,9 @@ def losses() -> Figure:
     """Draw what top-k with error feedback cost each measured training, a panel for each kind of optimizer."""
     found = evidence()["trainings"]
     kinds = {False: "SGD with momentum", True: "AdamW"}
-    figure, axes = panels(1, 2, "Top-k with error feedback: loss above dense training at equal steps")
+    figure, axes = panels(
+        1, 2, "Top-k with error feedback: loss above dense training at equal steps"
+    )
     for ax, (adaptive, title) in zip(axes[0], kinds.items(), strict=True):
         for each in found:
             runs = [r for r in each["runs"] if (r["rule"], r["memory"]) == ("topk", "residual")]

@@ -1,6 +1,6 @@
 """Print the licences of the packages that gradstats needs, as `pip-licenses` finds them in an environment.
 
-    python tools/licences.py [--write]
+    PYTHONPATH=benchmarks python tools/licences.py [--write]
 
 ``make licences`` writes the table into docs/install.md, as ``--write`` does. ``--python`` names the environment.
 """

@@ -1,6 +1,6 @@
 """Run a quick part of the tests with other versions of Python and of everything that gradstats needs.
 
-    python tools/matrix.py [ENVIRONMENT…] [--again] [--write]
+    PYTHONPATH=benchmarks python tools/matrix.py [ENVIRONMENT…] [--again] [--write]
 
 ``make matrix`` runs every environment that has no result in docs/results/matrix.json yet, and puts the table into
 docs/install.md, as ``--write`` alone does. Environments lie in the folder ``--work``, about 6 GB each with the CUDA

@@ -1,6 +1,6 @@
 """Take the picture docs/img/report.png, the first screen of a report on data/, and two of the explorer, with Chromium.
 
-    python tools/screenshot.py [--page FILE.html] [--whole FILE.png]
+    PYTHONPATH=benchmarks:tests python tools/screenshot.py [--page FILE.html] [--whole FILE.png]
 
 ``--whole`` takes the whole page into another file, and ``--page`` shows a page that exists already.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pages import IMAGES, ROOT
 from PIL import Image
-from support.browser import Browser  # of the tests: PYTHONPATH=tests, as in `make figures`
+from support.browser import Browser
 
 from gradstats.explorer import write_explorer
 

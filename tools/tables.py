@@ -1,6 +1,6 @@
 """Print the tables of estimation quality of the README and the docs, from the traces in data/.
 
-    python tools/tables.py [--write]
+    PYTHONPATH=benchmarks python tools/tables.py [--write]
 
 ``make tables`` writes them into their pages, as ``--write`` does: the README has one ratio, docs/concepts/thresholds.md
 all of them.

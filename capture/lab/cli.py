@@ -108,13 +108,14 @@ def bench_network(  # numpydoc ignore=PR01
     """Train over links of a given rate: where the time of a step goes (Linux, root, iproute2).
 
     Every rank gets a network namespace, a link shaped with tc and a real socket. The machine's own interfaces are
-    not touched, and nothing is left behind. compute is the step without an exchange (at most what the other parts
-    leave of it), communicate is what the exchange adds to it, bytes is what left a rank's interface. Times are
-    seconds per step; the first 3 steps are not counted. With --local-steps they are means over an interval, the median
-    of the intervals after the first, and --steps is rounded up to whole ones. lags measures how to send in further
-    steps, before those that are counted.
+    not touched, and nothing is left behind. Ranks run as the user who called sudo, as root if nobody did. compute is
+    the step without an exchange (at most what the other parts leave of it), communicate is what the exchange adds to
+    it, bytes is what left a rank's interface. Times are seconds per step; the first 3 steps are not counted. With
+    --local-steps they are means over an interval, the median of the intervals after the first, and --steps is rounded
+    up to whole ones. lags measures how to send in further steps, before those that are counted.
     """
     from capture.lab import run
+    from capture.lab.caller import caller
     from gradstats.network.rates import parse_rate
 
     names = compressor or ["none", "topk"]
@@ -153,6 +154,8 @@ def bench_network(  # numpydoc ignore=PR01
             on_network=None if measure is None else lambda network: network.save(measure),
             label=config.label and "network",
         )
+    if caller() is None:
+        note("the ranks ran as root, as no other user called sudo")
     if measure is not None:
         note(f"wrote {measure}")
     sent, received = (f"{bit / 1e6:g}" for bit in bits)

@@ -1,7 +1,8 @@
 """Network namespaces joined by a bridge, with every link shaped to a rate.
 
 The bridge lives in a namespace of its own, and veth pairs are created between namespaces, so that no interface of the
-host is ever added or changed; deleting the namespaces removes everything.
+host is ever added or changed; deleting the namespaces removes everything. Which ones a lab has made is in the file of
+its lock, before it makes them: no others are removed, whatever their names.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
+from capture.lab.caller import caller
 from capture.workloads.launch import SIGNALS, signals_raise
 from gradstats.errors import GradstatsError, InputError
 
@@ -32,9 +35,13 @@ LARGEST = 200
 
 _PREFIX = "gradstats-lab-"
 _OURS = re.compile(rf"{_PREFIX}\d+-(?:hub|\d+)")
-"""Names that `_build` gives: nothing else is removed."""
+"""Names that `_build` gives."""
 _NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
-_LOCK = Path("/run/gradstats-lab.lock")
+_LOCK = Path(
+    "/run/gradstats-lab.lock"
+)  # forgotten with the namespaces when the machine starts anew
+_FIRST_LINE = 16
+"""Bytes of the first line of the lock's file, the number of a process; the lines after it are names of namespaces."""
 _SUBNET = "198.18.0"  # in the block for benchmarks (RFC 2544): no name server has such an address
 # from linux/sched.h
 _CLONE_NEWNET = 0x40000000
@@ -86,8 +93,8 @@ def shaped_network(
     """Build a network for some ranks, and take it down again whatever happens.
 
     Each rank's link passes two token buckets (``tc tbf``), at its own end and at the bridge's, so that what it
-    sends and what it receives are limited separately, as on a full-duplex cable. What an earlier lab left when it was
-    killed is removed first.
+    sends and what it receives are limited separately, as on a full-duplex cable. What an earlier lab has made and left,
+    because it was killed, is removed first.
 
     Parameters
     ----------
@@ -107,7 +114,7 @@ def shaped_network(
     ------
     InputError
         If this is not Linux, or the process is not root, or ``ip`` or ``tc`` is missing; if there are too many ranks or
-        the burst is too small; if another lab is running.
+        the burst is too small; if another lab is running; if sudo names a user whom this machine does not have.
     LabError
         If the kernel refuses a part.
     torch.distributed.elastic.multiprocessing.SignalException
@@ -117,17 +124,17 @@ def shaped_network(
     if burst < _SMALLEST_BURST:
         raise InputError(f"a burst must be at least {_SMALLEST_BURST} bytes, not {burst}")
     up, down = rate if isinstance(rate, tuple) else (rate, rate)
-    # the lock first: what is found below is then nobody's
-    with _only_one(), signals_raise():
-        _remove_all()
+    # the lock first: what it names is then nobody's
+    with _only_one() as made, signals_raise():
+        _remove_all(made)
         try:
-            yield _build(nproc, up, down, burst)
+            yield _build(nproc, up, down, burst, made)
         finally:
             with suppress(ValueError):  # only the main thread has handlers
                 # handlers are put back by signals_raise()
                 for number in SIGNALS:  # a second Ctrl-C must not leave half of the network
                     signal.signal(number, lambda *_: None)
-            _remove_all()
+            _remove_all(made)
 
 
 def enter(namespace: str) -> None:
@@ -161,11 +168,12 @@ def _check(nproc: int) -> None:
             raise InputError(f"the network lab needs {tool}, of the package iproute2: install it")
     if os.geteuid() != 0:
         raise InputError("the network lab makes network namespaces, which takes root: use sudo")
+    caller()  # whom ranks become: not known only once the network is up
 
 
 @contextmanager
-def _only_one() -> Iterator[None]:
-    """Hold this machine's lock; the kernel releases it with the process, however that ends."""
+def _only_one() -> Iterator[TextIO]:
+    """Hold this machine's lock, and yield its file; the kernel releases it with the process, however that ends."""
     try:
         # not mode "w": the number in the file is another lab's until the lock is ours
         descriptor = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -176,26 +184,25 @@ def _only_one() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"another network lab is running, process {file.read()}; wait for it"
+                f"another network lab is running, process {file.readline().strip()}; wait for it"
             ) from None
-        # of an earlier lab: the lock is released with the process, the file stays
-        file.truncate(0)
-        file.write(str(os.getpid()))
+        # in place of an earlier lab's number: the names after it stay until they are removed
+        file.write(f"{os.getpid():<{_FIRST_LINE - 1}}\n")
         file.flush()
-        yield
+        yield file
 
 
-def _build(nproc: int, up: int, down: int, burst: int) -> Cluster:
+def _build(nproc: int, up: int, down: int, burst: int, made: TextIO) -> Cluster:
     prefix = f"{_PREFIX}{os.getpid()}-"
     hub, ranks = f"{prefix}hub", tuple(f"{prefix}{rank}" for rank in range(nproc))
     # smaller than the bucket, whatever the user makes of that
     segment, bucket = min(_LARGEST_SEGMENT, burst * 9 // 10), f"burst {burst} {_QUEUE}"
-    _run("ip netns add", hub)
+    _make(hub, made)
     _run("ip -n", hub, "link add bridge type bridge")
     _run("ip -n", hub, "link set bridge up")
     for rank, name in enumerate(ranks):
         port = f"port{rank}"
-        _run("ip netns add", name)
+        _make(name, made)
         _run("ip -n", name, "link set lo up")
         _run("ip -n", hub, "link add", port, "type veth peer name", INTERFACE, "netns", name)
         _run("ip -n", name, "link set", INTERFACE, f"gso_max_size {segment}")
@@ -208,10 +215,25 @@ def _build(nproc: int, up: int, down: int, burst: int) -> Cluster:
     return Cluster(ranks, f"{_SUBNET}.1", up, down)
 
 
-def _remove_all() -> None:
-    """Delete every namespace of a lab, and kill what still runs in it; the lock says that no other lab does."""
+def _make(namespace: str, made: TextIO) -> None:
+    """Make a namespace that is in the file of the lock before it is there: killed in between, nothing is forgotten."""
+    # of somebody else's the file must not say that it is a lab's
+    if (_NAMESPACES / namespace).exists():
+        raise LabError(f"there is a namespace {namespace} already, of no lab's: remove it")
+    made.seek(0, os.SEEK_END)
+    made.write(f"{namespace}\n")
+    made.flush()
+    _run("ip netns add", namespace)
+
+
+def _remove_all(made: TextIO) -> None:
+    """Delete every namespace that labs have made, and kill what still runs in it; the lock says that none does."""
     problems = []
-    for namespace in sorted(p.name for p in _NAMESPACES.glob("*") if _OURS.fullmatch(p.name)):
+    made.seek(_FIRST_LINE)
+    for namespace in made.read().split():
+        # not made after all, or removed by hand; the pattern is for a file that was damaged
+        if not _OURS.fullmatch(namespace) or not (_NAMESPACES / namespace).exists():
+            continue
         try:
             # a process within would keep the network alive after its name is gone
             for pid in _run("ip netns pids", namespace).split():
@@ -220,8 +242,9 @@ def _remove_all() -> None:
             _run("ip netns delete", namespace)
         except LabError as error:  # the others are removed all the same
             problems.append(str(error))
-    if problems:
+    if problems:  # the next lab tries again, and so the names stay
         raise LabError("; ".join(problems))
+    made.truncate(_FIRST_LINE)
 
 
 def _run(*words: str) -> str:

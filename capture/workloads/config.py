@@ -22,7 +22,10 @@ from capture.workloads.registry import (
 from gradstats.errors import InputError, unknown
 
 if TYPE_CHECKING:
+    from gradstats.compressors import Average
+    from gradstats.hooks import Nesterov
     from gradstats.hooks.systems import System
+    from gradstats.trace import Dtype, Store
 
 __all__ = [
     "BASELINES",
@@ -209,7 +212,7 @@ class RunConfig:
     outer_learning_rate: float | None = None
     fragments: int = 1
     delay: int = 0
-    average: Literal["ranks", "senders"] = "ranks"
+    average: Average = "ranks"
     seed: int = 0
     data_dir: Path | None = None
     out: Path | None = None
@@ -217,8 +220,8 @@ class RunConfig:
     at: tuple[int, ...] = ()
     ranks: tuple[int, ...] | None = None
     kinds: tuple[str, ...] | None = None
-    store: Literal["gradients", "sketches"] = "gradients"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    store: Store = "gradients"
+    dtype: Dtype = "float32"
     compress: bool = False
     overwrite: bool = False
     diagnose_every: int = 0
@@ -676,7 +679,7 @@ class Training:
     """
 
     momentum: float
-    nesterov: Literal["dgc", "redsync"] | None
+    nesterov: Nesterov | None
     weight_decay: float
     clip: float | None
     clip_kind: ClipKind

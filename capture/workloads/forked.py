@@ -2,7 +2,9 @@
 
 from importlib import import_module
 
+from gradstats.compressors import COMPRESSORS
 from gradstats.primitives import warm_up
+from gradstats.thresholds import ESTIMATORS
 
 __all__: list[str] = []
 
@@ -13,4 +15,6 @@ for name in (
 ):
     import_module(name)
 warm_up()
+for registry in (ESTIMATORS, COMPRESSORS):
+    len(registry)  # looks through the installed packages
 import_module("sklearn.datasets")  # last, for it may be missing

@@ -16,7 +16,7 @@ from gradstats.analysis.pieces import each_sketched
 from gradstats.primitives.ratio import RATIOS, check_ratios, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, fit
-from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.choice import chosen
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.solution import Z95, FitError
@@ -147,7 +147,7 @@ def _by_layer(
 @shares(SpreadGradients)
 def law_pairs(
     source: Source,
-    models: Sequence[str] | Literal["all"] | None = None,
+    models: Sequence[LawName | str] | Literal["all"] | None = None,
     *,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,13 @@ from gradstats.trace.files import some
 from gradstats.trace.source import Source
 from gradstats.trace.sources import TraceSource, chosen, open_source, open_sources
 
+if TYPE_CHECKING:
+    from gradstats.primitives.deltas import WeightType
+
 __all__ = ["LAWS", "Delta", "delta"]
 
 LAWS = ("laplace", "dgamma", "norm", "lognorm")
 """Laws of the update, of which the closest by Kolmogorov's distance predicts what changes."""
-_TYPES = ("fp32", "bf16", "fp16")
 _NODES = 64
 """Points of the integral over a law."""
 _LEAST = 1e-9
@@ -80,7 +82,7 @@ def _predicted(whole: Mapping[str, Any]) -> str:
 def delta(
     a: object,
     *others: object,
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    dtype: WeightType | None = None,
     rate: float | None = None,
     master: bool = True,
     steps: Sequence[int] | None = None,
@@ -158,8 +160,10 @@ def delta(
     >>> print(found[0]["changed"])
     0.01
     """
-    if dtype is not None and dtype not in _TYPES:
-        raise unknown("type of weights", dtype, _TYPES)
+    from gradstats.primitives.deltas import WIDTHS
+
+    if dtype is not None and dtype not in tuple(WIDTHS):
+        raise unknown("type of weights", dtype, WIDTHS)
     if rate is not None:
         rate = check_number(rate, "rate", 0, math.inf, "()")
     checkpoints = [c for each in (a, *others) for c in _checkpoints(each, steps, rank)]
@@ -278,10 +282,10 @@ def _common(checkpoints: Sequence[_Checkpoint]) -> tuple[list[Layer], list[str]]
     return common, list(dict.fromkeys(remarks))
 
 
-def _shortest(checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer]) -> str:
+def _shortest(checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer]) -> WeightType:
     """Return the shortest type of which all weights are numbers."""
     # bfloat16 first: numbers that are of both types, such as zeros, are called that
-    left = ["bf16", "fp16"]
+    left: list[WeightType] = ["bf16", "fp16"]
     for layer in layers:
         for checkpoint in checkpoints:
             values = checkpoint.values(layer)
@@ -326,7 +330,7 @@ class _Change:
 
 
 def _compare(
-    layer: Layer, before: Vector, after: Vector, update: NDArray[np.float64], dtype: str
+    layer: Layer, before: Vector, after: Vector, update: NDArray[np.float64], dtype: WeightType
 ) -> _Change:
     """Compare one layer of two checkpoints."""
     from gradstats.primitives import deltas

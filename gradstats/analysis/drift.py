@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.fitting import fit
 from gradstats.statistics.goodness import goodness
+from gradstats.statistics.laws import LawName
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     import xarray
 
 __all__ = [
-    *("FEWEST_STEPS", "QUANTITIES", "dataset_of", "drift", "drift_records", "movement"),
+    *("FEWEST_STEPS", "QUANTITIES", "Quantity", "dataset_of", "drift", "drift_records", "movement"),
     "over_training",
 ]
 
@@ -42,6 +43,24 @@ _OF_DECAY = ("p", "p_low", "p_high", "hill")
 _DISTANCES = ("nll", "ks", "wasserstein", "tail_error")
 _BY_MODEL = ("shape", "scale", *_DISTANCES)
 
+Quantity: TypeAlias = Literal[
+    "zero_fraction",
+    "nonfinite",
+    "mean",
+    "rms",
+    "max",
+    "p",
+    "p_low",
+    "p_high",
+    "hill",
+    "shape",
+    "scale",
+    "nll",
+    "ks",
+    "wasserstein",
+    "tail_error",
+    "threshold",
+]
 QUANTITIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_PLAIN, ()),
     **dict.fromkeys(_BY_MODEL, ("model",)),
@@ -135,7 +154,7 @@ class _Measuring:
 def over_training(
     source: object,
     *,
-    models: Sequence[str] | Literal["all"] | None = None,
+    models: Sequence[LawName | str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
     **over: Unpack[Spread],
@@ -183,7 +202,7 @@ def dataset_of(
     source: Source,
     subset: Subset,
     *,
-    models: Sequence[str] | Literal["all"] | None = None,
+    models: Sequence[LawName | str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
     quantities: Sequence[str] = (),
@@ -286,9 +305,9 @@ def _scalars(
 @shares(Spread)
 def drift(
     source: object,
-    quantities: Sequence[str] = (),
+    quantities: Sequence[Quantity] = (),
     *,
-    models: Sequence[str] | Literal["all"] | None = None,
+    models: Sequence[LawName | str] | Literal["all"] | None = None,
     method: Method | None = None,
     ratios: Sequence[float] = RATIOS,
     **over: Unpack[Spread],

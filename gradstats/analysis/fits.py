@@ -13,6 +13,7 @@ from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.fitting import Fit, fit
 from gradstats.statistics.goodness import bootstrap, measured
+from gradstats.statistics.laws import LawName
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
@@ -154,7 +155,7 @@ def _tail(fitted: Fit, quality: Mapping[float, float], reduced: Sketch) -> dict[
 @shares(Spread)
 def fit_records(
     source: Source,
-    models: Sequence[str] | Literal["all"] | None = None,
+    models: Sequence[LawName | str] | Literal["all"] | None = None,
     *,
     method: Method | None = None,
     replicates: int = 0,

@@ -24,7 +24,7 @@ from gradstats.statistics.dependence import RUN, design_effect
 from gradstats.statistics.resampling import add_holm, mean_interval
 from gradstats.statistics.solution import Z95
 from gradstats.tables import Quality, Records
-from gradstats.thresholds import ESTIMATORS, Estimate, Estimator, make_estimator
+from gradstats.thresholds import ESTIMATORS, Estimate, Estimator, EstimatorName, make_estimator
 from gradstats.thresholds.base import RandomEstimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
@@ -134,7 +134,7 @@ def spread_of(count: int) -> str:
 def quality_series(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] | None = None,
+    estimators: Iterable[EstimatorName | str] | None = None,
     *,
     options: Options | None = None,
     **over: Unpack[Spread],
@@ -185,7 +185,7 @@ def series_of(
     source: Source,
     subset: Subset,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] | None = None,
+    estimators: Iterable[EstimatorName | str] | None = None,
     *,
     options: Options | None = None,
     client: Any = None,
@@ -256,7 +256,7 @@ def each_record(
     source: Source,
     subset: Subset,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] | None = None,
+    estimators: Iterable[EstimatorName | str] | None = None,
     *,
     options: Options | None = None,
     on_progress: Callable[[], None] = no_progress,
@@ -324,7 +324,7 @@ def _replay(
     source: Source,
     subset: Subset,
     ratios: Sequence[float],
-    estimators: Iterable[str] | None,
+    estimators: Iterable[EstimatorName | str] | None,
     options: Options | None,
     on_progress: Callable[[], None],
     *,
@@ -433,7 +433,7 @@ def _energy(values: NDArray[np.float64]) -> float:
 def quality(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] | None = None,
+    estimators: Iterable[EstimatorName | str] | None = None,
     *,
     options: Options | None = None,
     **over: Unpack[Spread],
@@ -669,7 +669,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
 def stage_budget(
     source: object,
     ratios: Sequence[float] = RATIOS,
-    estimators: Iterable[str] | None = None,
+    estimators: Iterable[EstimatorName | str] | None = None,
     *,
     options: Options | None = None,
     **over: Unpack[Spread],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args
 
 import numpy as np
 
@@ -20,14 +20,15 @@ from gradstats.primitives.ratio import (
     check_several,
 )
 from gradstats.tables import Records, format_value
-from gradstats.thresholds import make_estimator
+from gradstats.thresholds import EstimatorName, make_estimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
 if TYPE_CHECKING:
+    from gradstats.primitives.formats import NumberFormat
     from gradstats.primitives.rounding import Measured, Way
 
-__all__ = ["USUAL", "Wire", "wire"]
+__all__ = ["USUAL", "Rounding", "Scale", "Wire", "wire"]
 
 USUAL = (
     *("bf16", "fp16", "e4m3", "e5m2", "int8", "int4", "int2"),
@@ -36,11 +37,9 @@ USUAL = (
 """Formats that are looked at if none are named."""
 _MEANS = ("bits", "error", "bias", "cosine", "zeros", "saturated", "dropped")
 """Fields that are means over the gradients."""
-_ROUNDINGS = ("nearest", "stochastic")
-_SCALES = ("tensor", "block")
 
-Rounding = Literal["nearest", "stochastic"]
-Scale = Literal["tensor", "block"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+Scale: TypeAlias = Literal["tensor", "block"]
 
 
 class Wire(Records):
@@ -147,13 +146,13 @@ def _named(record: Mapping[str, Any]) -> str:
 @shares(Spread)
 def wire(
     source: object,
-    formats: Sequence[str] | None = None,
+    formats: Sequence[NumberFormat] | None = None,
     *,
     roundings: Sequence[Rounding] = ("nearest",),
     rotations: Sequence[int] = (0,),
     scales: Sequence[Scale] | None = None,
     ratio: float = 1.0,
-    estimator: str = "exact",
+    estimator: EstimatorName | str = "exact",
     seed: int = 0,
     **over: Unpack[Spread],
 ) -> Wire:
@@ -303,7 +302,10 @@ def _ways(
     named = USUAL if formats is None else check_several(formats, "formats")
     rounds, sizes = check_several(roundings, "roundings"), check_several(rotations, "rotations")
     given = None if scales is None else check_several(scales, "scales")
-    for values, known, what in ((rounds, _ROUNDINGS, "rounding"), (given or (), _SCALES, "scale")):
+    for values, known, what in (
+        (rounds, get_args(Rounding), "rounding"),
+        (given or (), get_args(Scale), "scale"),
+    ):
         for value in values:
             if not isinstance(value, str) or value not in known:
                 raise unknown(what, value, known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -41,6 +41,12 @@ SUMMARY = Table(
 _MOST_FEWER = 8
 """Most ranks that a summary names that lack steps."""
 _RECORDED = ("zeros", "nonfinite", "loss", "threshold", "selected")
+
+
+def _lists() -> tuple[str, ...]:
+    from gradstats.trace.dumps import Lists
+
+    return get_args(Lists)
 
 
 def _kinds() -> tuple[str, ...]:
@@ -136,7 +142,7 @@ def import_(  # numpydoc ignore=PR01
         typer.Option(
             "--list",
             help="What the tensors of a list in a file are.",
-            **one_of("list", lambda: ("steps", "layers")),
+            **one_of("list", _lists),
         ),
     ] = None,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -22,6 +22,9 @@ from gradstats.cli.options import (
     one_of,
 )
 from gradstats.cli.output import MOST_ROWS, Records, Table, analyse, given, note
+
+if TYPE_CHECKING:
+    from gradstats.primitives.deltas import WeightType
 
 __all__ = ["DELTA", "SIZES", "SMALLEST", "WIRE", "delta", "wire"]
 
@@ -66,6 +69,24 @@ def _formats() -> Sequence[str]:
     return tuple(FORMATS)
 
 
+def _roundings() -> Sequence[str]:
+    from gradstats.analysis.wire import Rounding
+
+    return get_args(Rounding)
+
+
+def _scales() -> Sequence[str]:
+    from gradstats.analysis.wire import Scale
+
+    return get_args(Scale)
+
+
+def _types() -> Sequence[str]:
+    from gradstats.primitives.deltas import WeightType
+
+    return get_args(WeightType)
+
+
 def wire(  # numpydoc ignore=PR01
     source: SourceArgument,
     to: Annotated[
@@ -82,7 +103,7 @@ def wire(  # numpydoc ignore=PR01
         list[str] | None,
         typer.Option(
             help="nearest or stochastic (repeatable).",
-            **one_of("rounding", lambda: ("nearest", "stochastic")),
+            **one_of("rounding", _roundings),
         ),
     ] = None,
     rotation: Annotated[
@@ -96,7 +117,7 @@ def wire(  # numpydoc ignore=PR01
         list[str] | None,
         typer.Option(
             help="Scale of e4m3, e5m2 and integers: one for the tensor, or one for a block of 256 (repeatable).",
-            **one_of("scale", lambda: ("tensor", "block")),
+            **one_of("scale", _scales),
         ),
     ] = None,
     ratio: Annotated[float, typer.Option(help="Send this fraction of the elements only.")] = 1.0,
@@ -188,7 +209,7 @@ def delta(  # numpydoc ignore=PR01
         str | None,
         typer.Option(
             help="Type that is compared and sent: fp32, bf16 or fp16; by default the shortest that holds all weights.",
-            **one_of("type of weights", lambda: ("fp32", "bf16", "fp16")),
+            **one_of("type of weights", _types),
         ),
     ] = None,
     rate: Annotated[
@@ -225,7 +246,7 @@ def delta(  # numpydoc ignore=PR01
     from gradstats.analysis.delta import delta
     from gradstats.console import progress_bar
 
-    known = cast("Literal['fp32', 'bf16', 'fp16'] | None", dtype)  # --dtype has checked it
+    known = cast("WeightType | None", dtype)  # --dtype has checked it
     with progress_bar() as bar:
         task = bar.add_task("comparing", total=None)
         found = delta(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["assumed_link", "cluster_of", "plan"]
 
 _CAVEAT = "Predicted, not run; the prediction says nothing about how training converges."
+
+
+def _baselines() -> Sequence[str]:
+    from gradstats.network import Baseline
+
+    return get_args(Baseline)
 
 
 def plan(  # numpydoc ignore=PR01
@@ -90,7 +96,7 @@ def plan(  # numpydoc ignore=PR01
         str,
         typer.Option(
             help="What compressors are compared with: none, DDP's averaging, or bf16, PyTorch's of bfloat16.",
-            **one_of("baseline", lambda: ("none", "bf16")),
+            **one_of("baseline", _baselines),
         ),
     ] = "none",
     bandwidth: Annotated[
@@ -159,11 +165,12 @@ def plan(  # numpydoc ignore=PR01
         if not (up and down) or rates:
             raise InputError("--up and --down go together, and take the place of --bandwidth")
         rates = [(parse_rate(up), parse_rate(down))]
-    coded = Codec(indices, values) != PLAIN
+    # as typed: their options have checked them
+    codec = Codec(cast("Any", indices), cast("Any", values))
     with progress_bar() as bar:
         bar.add_task("plan", total=None)
         cluster = cluster_of(
-            measured_network, link, rtt, sources[0].numel, ratio, compressor or (), coded
+            measured_network, link, rtt, sources[0].numel, ratio, compressor or (), codec != PLAIN
         )
         records = network.plan(
             sources[0],
@@ -173,8 +180,8 @@ def plan(  # numpydoc ignore=PR01
             **given(ratios=ratio, compressors=compressor, rates=rates, local_steps=local_steps),
             fragments=fragments,
             delay=delay,
-            codec=Codec(indices, values),
-            baseline=baseline,
+            codec=codec,
+            baseline=cast("Any", baseline),
         )
     if figure is not None:
         _draw(records, points, figure)
@@ -375,10 +382,10 @@ def _computing(points: Records) -> list[float]:
 
 
 def _draw(records: Records, points: Records, path: Path) -> None:
-    from gradstats.plots import save, speedup
+    from gradstats.plots import SpeedupAt, save, speedup
     from gradstats.plots.files import styled
 
-    both: tuple[Literal["rate", "workers"], ...] = ("rate", "workers")
+    both: tuple[SpeedupAt, ...] = get_args(SpeedupAt)
     axes = [at for at in both if len({r[at] for r in records}) > 1]
     if not axes:
         raise InputError("a figure needs several --bandwidth or --workers; give one of them twice")

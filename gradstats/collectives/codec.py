@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -24,12 +25,15 @@ __all__ = [
     "SCALED",
     "VALUES",
     "Codec",
+    "Indices",
+    "Values",
     "as_codec",
     "check_codec",
     "index_dtype",
 ]
 
-INDICES = ("plain", "rice", "chunk")
+Indices: TypeAlias = Literal["plain", "rice", "chunk"]
+INDICES: tuple[Indices, ...] = get_args(Indices)
 """Names of the ways in which positions travel."""
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # by torch's names for the types that torch has, by those of FORMATS for the others
@@ -40,10 +44,24 @@ _SCALED = {
     },
     "float8_e5m2": FORMATS["e5m2"],
 }
-SCALED = tuple(_SCALED)
-"""Names of the ways in which values travel as multiples of a scale; coding them takes time of its own."""
-VALUES = (*_FLOATS, *SCALED)
+Values: TypeAlias = Literal[
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "int8",
+    "int4",
+    "int2",
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "nvfp4",
+    "float8_e5m2",
+]
+VALUES: tuple[Values, ...] = get_args(Values)
 """Names of the ways in which values travel."""
+SCALED = tuple(name for name in VALUES if name in _SCALED)
+"""Names of the ways in which values travel as multiples of a scale; coding them takes time of its own."""
 CHUNK = 256
 """Values that share a scale, or, in the formats of shorter blocks, several scales."""
 _WORD = 4
@@ -101,8 +119,8 @@ class Codec:
     376
     """
 
-    indices: str = "plain"
-    values: str = "float32"
+    indices: Indices = "plain"
+    values: Values = "float32"
 
     def __post_init__(self) -> None:
         for field, known in (("indices", INDICES), ("values", VALUES)):
@@ -434,7 +452,8 @@ def as_codec(codec: Codec | torch.dtype) -> Codec:
         If it is neither, or values cannot travel as this type.
     """
     if isinstance(codec, torch.dtype):
-        return Codec(values=str(codec).removeprefix("torch."))
+        # a codec refuses types that it does not have
+        return Codec(values=cast("Values", str(codec).removeprefix("torch.")))
     if not isinstance(codec, Codec):
         raise InputError(f"a codec is needed, such as Codec('rice', 'int8'), not {shown(codec)}")
     return codec

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from inspect import isabstract
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from gradstats.errors import InputError, options_of, unknown
 from gradstats.primitives.ratio import shown
 from gradstats.registry import Registry
-from gradstats.thresholds import ESTIMATORS, make_estimator
+from gradstats.thresholds import ESTIMATORS, EstimatorName, make_estimator
 
 if TYPE_CHECKING:
     from gradstats.compressors.base import Compressor, Reduced, Selector
     from gradstats.compressors.cascading import Cascading
     from gradstats.compressors.cltk import CLTk
+    from gradstats.compressors.cost import Topology
     from gradstats.compressors.dense import DenseCompressor
     from gradstats.compressors.lags import LAGS
     from gradstats.compressors.layerwise import Layerwise
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from gradstats.compressors.selectors import ChunkTopK, ThresholdSelector, TopK
     from gradstats.compressors.shared import GlobalHistogram
     from gradstats.compressors.signsgd import SSDM, EFSignSGD, SignSGD
-    from gradstats.compressors.sparse import SparseCompressor, as_compressor
+    from gradstats.compressors.sparse import Average, SparseCompressor, as_compressor
 
 _HOME = {
+    "Average": "sparse",
     "CLTk": "cltk",
     "Cascading": "cascading",
     "ChunkTopK": "selectors",
@@ -52,6 +54,7 @@ _HOME = {
     "SparseCompressor": "sparse",
     "ThresholdSelector": "selectors",
     "TopK": "selectors",
+    "Topology": "cost",
     "as_compressor": "sparse",
 }
 
@@ -61,10 +64,12 @@ __all__ = [
     "RULE",
     "SELECTORS",
     "SSDM",
+    "Average",
     "CLTk",
     "Cascading",
     "ChunkTopK",
     "Compressor",
+    "CompressorName",
     "DenseCompressor",
     "EFSignSGD",
     "GlobalHistogram",
@@ -75,10 +80,12 @@ __all__ = [
     "RedSync",
     "Reduced",
     "Selector",
+    "SelectorName",
     "SignSGD",
     "SparseCompressor",
     "ThresholdSelector",
     "TopK",
+    "Topology",
     "as_compressor",
     "codecs",
     "compressor_class",
@@ -144,10 +151,27 @@ class _Compressors(Registry["type[Compressor]"]):
         return bare if alone and bare in SELECTORS else None
 
 
+SelectorName: TypeAlias = Literal["topk", EstimatorName]
+CompressorName: TypeAlias = Literal[
+    "none",
+    "dense-bf16",
+    "dense-fp8",
+    SelectorName,
+    "cltk",
+    "randomk",
+    "lags",
+    "redsync-quantised",
+    "signsgd",
+    "ef-signsgd",
+    "ssdm",
+    "cascading",
+    "marsit",
+]
+"""The package's own names: a user's compressor may have any other, and ``threshold:NAME`` is one."""
 RULE = "threshold:"
 """Prefix of the bare threshold rule of a name, where the name alone is a whole system: ``threshold:dgc``."""
-_DENSE = ("none", "dense-bf16", "dense-fp8")
-_OWN = {
+_DENSE: tuple[CompressorName, ...] = ("none", "dense-bf16", "dense-fp8")
+_OWN: dict[CompressorName, str] = {
     **dict.fromkeys(_DENSE, "dense:DenseCompressor"),
     "micro": "micro:MiCRO",
     "cltk": "cltk:CLTk",
@@ -191,7 +215,7 @@ program; the ratio is its first argument if it has one (:attr:`Compressor.has_ra
 """
 
 
-def compressor_class(name: str) -> type[Compressor]:
+def compressor_class(name: CompressorName | str) -> type[Compressor]:
     """Return the class of the compressor called `name`.
 
     Parameters
@@ -215,7 +239,7 @@ def compressor_class(name: str) -> type[Compressor]:
     return COMPRESSORS[name]
 
 
-def codecs(name: str) -> tuple[str, ...]:
+def codecs(name: CompressorName | str) -> tuple[str, ...]:
     """Return what a :class:`gradstats.collectives.Codec` may change of what a compressor sends.
 
     Parameters
@@ -232,7 +256,7 @@ def codecs(name: str) -> tuple[str, ...]:
     return cls.coded(**(cls.variants.get(name) or {}))
 
 
-def with_codec(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_codec(name: CompressorName | str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options in which ``indices`` and ``values`` have become the ``codec`` that a compressor takes.
 
     Parameters
@@ -264,7 +288,7 @@ def with_codec(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return others | ({"codec": codec} if codecs(name) else {})
 
 
-def make_selector(name: str, ratio: float, **options: Any) -> Selector:
+def make_selector(name: SelectorName | str, ratio: float, **options: Any) -> Selector:
     """Build the selector called `name`.
 
     Parameters
@@ -295,7 +319,9 @@ def make_selector(name: str, ratio: float, **options: Any) -> Selector:
     return ThresholdSelector(make_estimator(name, **options), ratio)
 
 
-def make_compressor(name: str, ratio: float | None = None, **options: Any) -> Compressor | None:
+def make_compressor(
+    name: CompressorName | str, ratio: float | None = None, **options: Any
+) -> Compressor | None:
     """Build the compressor called `name`.
 
     Parameters

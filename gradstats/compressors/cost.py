@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from gradstats.collectives.codec import PLAIN, SCALED, Codec
 from gradstats.collectives.header import HEADER_BYTES
@@ -18,6 +18,7 @@ __all__ = [
     "Exchange",
     "Load",
     "Prices",
+    "Topology",
     "Work",
     "coding",
     "dense",
@@ -25,6 +26,8 @@ __all__ = [
     "selection_words",
     "sparse",
 ]
+
+Topology: TypeAlias = Literal["ring", "torus"]
 
 WORD = 4
 """Bytes of the 32-bit words of which messages consist."""
@@ -107,7 +110,7 @@ class Load:
     codec: Codec = PLAIN
     dense_above: float = 1.0
     full_every: int | None = 100
-    topology: Literal["ring", "torus"] = "ring"
+    topology: Topology = "ring"
     shape: tuple[int, int] | None = None
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from gradstats.collectives.plain import all_gather_flags, all_reduce_mean
 from gradstats.collectives.ring import CHECK, Merge, one_bit_ring
 from gradstats.collectives.torus import check_torus, one_bit_torus
 from gradstats.compressors.base import Compressor, Reduced
-from gradstats.compressors.cost import FLAG, FULL, Exchange, Load, Work
+from gradstats.compressors.cost import FLAG, FULL, Exchange, Load, Topology, Work
 from gradstats.compressors.signs import (
     RandomStream,
     bernoulli_bits,
@@ -157,13 +157,13 @@ class Marsit(Compressor):
         self,
         full_every: int | None = 100,
         scale: float | Literal["mean"] = "mean",
-        topology: Literal["ring", "torus"] = "ring",
+        topology: Topology = "ring",
         shape: tuple[int, int] | None = None,
         seed: int = 0,
     ) -> None:
         if full_every is not None:
             full_every = check_count(full_every, "full_every, unless it is None,")
-        if not isinstance(topology, str) or topology not in ("ring", "torus"):
+        if not isinstance(topology, str) or topology not in get_args(Topology):
             raise InputError(f"topology must be 'ring' or 'torus', not {shown(topology)}")
         if shape is not None and topology == "ring":
             raise InputError("only a torus has a shape: pass topology='torus' or leave shape out")

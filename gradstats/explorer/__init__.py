@@ -12,6 +12,8 @@ from gradstats.errors import GradstatsError, InputError
 from gradstats.explorer.data import RATIOS, Series, gather, payload
 from gradstats.explorer.page import page
 from gradstats.files import replace_file
+from gradstats.statistics.laws import LawName
+from gradstats.thresholds import EstimatorName
 from gradstats.trace.sources import Subset, matching, open_source
 
 if TYPE_CHECKING:
@@ -25,8 +27,8 @@ def explore(
     sources: object,
     *,
     ratios: Sequence[float] = RATIOS,
-    estimators: Sequence[str] | None = None,
-    models: Sequence[str] | None = None,
+    estimators: Sequence[EstimatorName | str] | None = None,
+    models: Sequence[LawName | str] | None = None,
     layers: Sequence[str] | None = None,
     **over: Unpack[SpreadGradients],
 ) -> Explorer:
@@ -82,8 +84,8 @@ def write_explorer(
     path: str | Path,
     *,
     ratios: Sequence[float] = RATIOS,
-    estimators: Sequence[str] | None = None,
-    models: Sequence[str] | None = None,
+    estimators: Sequence[EstimatorName | str] | None = None,
+    models: Sequence[LawName | str] | None = None,
     layers: Sequence[str] | None = None,
     **over: Unpack[SpreadGradients],
 ) -> None:
@@ -128,7 +130,7 @@ def _gathered(
     sources: object,
     ratios: Sequence[float],
     rules: Sequence[str] | None,
-    models: Sequence[str] | None,
+    models: Sequence[LawName | str] | None,
     layers: Sequence[str] | None,
     over: SpreadGradients,
 ) -> tuple[list[Series], Sequence[float]]:

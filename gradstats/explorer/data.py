@@ -26,7 +26,7 @@ from gradstats.primitives.ratio import check_ratios, check_several, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import fit
 from gradstats.statistics.goodness import tail_distances
-from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.choice import law_of
 from gradstats.statistics.solution import FitError
 from gradstats.thresholds import ESTIMATORS, make_estimator
@@ -155,7 +155,7 @@ def gather(
     *,
     ratios: Sequence[float] = RATIOS,
     rules: Sequence[str] | None = None,
-    models: Sequence[str] | None = None,
+    models: Sequence[LawName | str] | None = None,
     client: Any = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> list[Series]:
@@ -226,7 +226,7 @@ def _place(
     return lambda key: (order.index(key[:2]), key[2])
 
 
-def _laws(models: Sequence[str] | None) -> list[str]:
+def _laws(models: Sequence[LawName | str] | None) -> list[str]:
     # controls are fitted where they are chosen
     if models is None:
         return [name for name in DRAWN if not LAWS[name].control]

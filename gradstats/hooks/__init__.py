@@ -11,12 +11,13 @@ from gradstats.hooks.ratio import dgc_warm_up
 from gradstats.hooks.shards import ShardHook, shard_hook
 from gradstats.hooks.state import CompressionState
 from gradstats.hooks.step import Scaler
-from gradstats.hooks.trial import Trial, TrialResult
+from gradstats.hooks.trial import Decision, Trial, TrialResult
 from gradstats.trace.record import StepRecord
 
 __all__ = [
     "AdamCorrection",
     "CompressionState",
+    "Decision",
     "Diagnosis",
     "ErrorFeedback",
     "LocalSteps",

@@ -7,10 +7,11 @@ command line.
 from gradstats.compressors.cost import Exchange, Work
 from gradstats.network.advice import advice, doubtful, local_advice
 from gradstats.network.exchange import break_even, exchange
-from gradstats.network.links import LINKS, Link, link
+from gradstats.network.links import LINKS, Link, LinkName, link
 from gradstats.network.model import ALGORITHMS, Interval, Line, Network, fit_line, interval
 from gradstats.network.plan import HELD, TARGETS, plan
 from gradstats.network.prediction import SYSTEMS
+from gradstats.network.question import Baseline
 from gradstats.network.timeline import (
     LayerTime,
     Message,
@@ -30,11 +31,13 @@ __all__ = [
     "LINKS",
     "SYSTEMS",
     "TARGETS",
+    "Baseline",
     "Exchange",
     "Interval",
     "LayerTime",
     "Line",
     "Link",
+    "LinkName",
     "Message",
     "Network",
     "Timeline",

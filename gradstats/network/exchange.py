@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 
 from gradstats.collectives.codec import PLAIN, Codec, check_codec
-from gradstats.compressors import codecs, compressor_class
-from gradstats.compressors.cost import Exchange, Load
+from gradstats.compressors import CompressorName, codecs, compressor_class
+from gradstats.compressors.cost import Exchange, Load, Topology
 from gradstats.errors import InputError
 from gradstats.network.model import Network
 from gradstats.primitives.ratio import target_count
@@ -21,7 +20,7 @@ SLOWEST = 1e6
 
 
 def exchange(
-    name: str,
+    name: CompressorName | str,
     numel: int,
     ratio: float = 0.001,
     world: int = 2,
@@ -30,7 +29,7 @@ def exchange(
     codec: Codec = PLAIN,
     dense_above: float = 1.0,
     full_every: int | None = 100,
-    topology: Literal["ring", "torus"] = "ring",
+    topology: Topology = "ring",
     shape: tuple[int, int] | None = None,
 ) -> Exchange:
     """Return the exchange of one step of a compressor.

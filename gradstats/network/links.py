@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from gradstats.errors import InputError
 from gradstats.network.model import Network
@@ -12,7 +13,7 @@ from gradstats.network.rates import parse_rate
 from gradstats.primitives.ratio import check_number
 from gradstats.statistics.solution import Z95
 
-__all__ = ["LINKS", "Link", "link"]
+__all__ = ["LINKS", "Link", "LinkName", "link"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ _TABLE = (
     "InfiniBand 1 to 5 µs"
 )
 
+LinkName: TypeAlias = Literal["1gbit", "10gbit", "100gbit", "wan"]
 LINKS: dict[str, Link] = {
     "1gbit": Link(
         rate=1e9,
@@ -81,7 +83,9 @@ _SURE = 1.25
 """By what factor half of a round trip that somebody measured may miss the time of a message."""
 
 
-def link(name: str, rtt: float | None = None, local: Mapping[str, float] | None = None) -> Network:
+def link(
+    name: LinkName | str, rtt: float | None = None, local: Mapping[str, float] | None = None
+) -> Network:
     """Return an assumed network of usual links, whose predictions have the doubt of not being measured.
 
     Parameters

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstats.collectives.codec import PLAIN, Codec
+from gradstats.compressors import CompressorName
 from gradstats.errors import InputError
 from gradstats.network.advice import ALIKE, doubtful
 from gradstats.network.evidence import Evidence, evidence
@@ -23,7 +24,7 @@ from gradstats.network.prediction import (
     price,
     utilisation,
 )
-from gradstats.network.question import Choice, Question, ask
+from gradstats.network.question import Baseline, Choice, Question, ask
 from gradstats.network.senders import Sender, sender
 from gradstats.tables import Plan, Record, Records
 from gradstats.trace.sources import open_source
@@ -49,7 +50,7 @@ def plan(
     compute: float | Sequence[float],
     workers: Sequence[int],
     ratios: Sequence[float] = (0.001,),
-    compressors: Sequence[str] = (),
+    compressors: Sequence[CompressorName | str] = (),
     *,
     rates: Sequence[float | tuple[float, float]] = (),
     local_steps: Sequence[int] = (0,),
@@ -57,7 +58,7 @@ def plan(
     delay: int = 0,
     draws: int = 200,
     codec: Codec = PLAIN,
-    baseline: str = "none",
+    baseline: Baseline = "none",
 ) -> Records:
     """Predict the step time of every compressor, dense averaging included.
 

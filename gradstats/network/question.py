@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from gradstats.collectives.codec import PLAIN, Codec, check_codec
-from gradstats.compressors import COMPRESSORS, codecs, compressor_class
+from gradstats.compressors import COMPRESSORS, CompressorName, codecs, compressor_class
 from gradstats.errors import InputError
 from gradstats.hooks.local_steps import check_room
 from gradstats.network.model import Network
@@ -24,14 +24,15 @@ from gradstats.primitives.ratio import (
     shown,
 )
 
-__all__ = ["BASELINES", "DDP_BYTES", "Choice", "Link", "Question", "ask"]
+__all__ = ["BASELINES", "DDP_BYTES", "Baseline", "Choice", "Link", "Question", "ask"]
 
 Choice: TypeAlias = tuple[str, float | None]
 """Name of a compressor, and its ratio; None for one that has no ratio."""
 Link: TypeAlias = tuple[float, float]
 """Bandwidths in bit/s at which a worker sends and receives."""
 
-BASELINES = {"none": "none", "bf16": "torch-bf16"}
+Baseline: TypeAlias = Literal["none", "bf16"]
+BASELINES: dict[Baseline, str] = {"none": "none", "bf16": "torch-bf16"}
 """Names of what compressors are compared with, and the exchange behind each."""
 DDP_BYTES = {"none": 4, "torch-bf16": 2}
 """Exchanges of DDP itself, bucket by bucket, and their bytes for each element."""
@@ -132,7 +133,7 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     compute: float | Sequence[float],
     workers: Sequence[int],
     ratios: Sequence[float],
-    compressors: Sequence[str],
+    compressors: Sequence[CompressorName | str],
     *,
     rates: Sequence[float | Link] = (),
     local_steps: Sequence[int] = (0,),
@@ -140,7 +141,7 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     delay: int = 0,
     draws: int = 200,
     codec: Codec = PLAIN,
-    baseline: str = "none",
+    baseline: Baseline = "none",
 ) -> Question:
     """Check the options of :func:`gradstats.network.plan`, whose parameters these are."""
     ratios = check_ratios(ratios)

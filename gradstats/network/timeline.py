@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gradstats.collectives.codec import PLAIN, Codec
+from gradstats.compressors import CompressorName
 from gradstats.compressors.base import Activity
 from gradstats.compressors.cost import Work, coding, ragged_bytes, selection_words
 from gradstats.compressors.hiding import (
@@ -110,7 +111,7 @@ def deliveries(
     world: int,
     ratio: float | Mapping[str, float] | None = 0.001,
     *,
-    selection: str = "topk",
+    selection: CompressorName | str = "topk",
     merge: int = MERGE,
     codec: Codec = PLAIN,
     dense_bytes: int = 4,
@@ -214,7 +215,7 @@ def layer_ratios(
     world: int,
     smallest: float = 0.001,
     *,
-    selection: str = "topk",
+    selection: CompressorName | str = "topk",
     merge: int = MERGE,
 ) -> dict[str, float]:
     """Return the largest k/d of every layer that hides behind the backward pass, predicted (LAGS-SGD, eq. 19).
@@ -287,7 +288,7 @@ def lags_way(
     smallest: float = 0.001,
     forward: float = 0.0,
     *,
-    selection: str = "lags",
+    selection: CompressorName | str = "lags",
     merge: int = MERGE,
     codec: Codec = PLAIN,
 ) -> tuple[list[LayerTime], dict[str, float]]:

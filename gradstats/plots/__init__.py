@@ -9,9 +9,11 @@ from __future__ import annotations
 from gradstats.plots.decay import best_k_error, local_exponent, magnitude_decay, window_exponent
 from gradstats.plots.files import save
 from gradstats.plots.fits import density, mean_excess, parameter_stability, qq, tail
-from gradstats.plots.speedups import speedup
+from gradstats.plots.speedups import SpeedupAt, speedup
 from gradstats.plots.style import png
 from gradstats.plots.systems import (
+    CurveBy,
+    CurveValue,
     build_up,
     lags_delta,
     matching_rate,
@@ -23,6 +25,9 @@ from gradstats.plots.thresholds import latency_bars, quality_bars, quality_over_
 from gradstats.plots.training import drift, drift_map, layer_map, overview
 
 __all__ = [
+    "CurveBy",
+    "CurveValue",
+    "SpeedupAt",
     "best_k_error",
     "build_up",
     "density",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -14,19 +14,20 @@ from gradstats.plots.style import LINES, MARKERS, PALETTE, look_of, plain_log, t
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["speedup"]
+__all__ = ["SpeedupAt", "speedup"]
 
 _MOST_LINES = 8
 _MOST_BARS = 5
 """Places at which a line has its interval."""
-_LABELS = {"rate": "bandwidth of a link (Mbit/s)", "workers": "workers"}
+SpeedupAt: TypeAlias = Literal["rate", "workers"]
+_LABELS: dict[SpeedupAt, str] = {"rate": "bandwidth of a link (Mbit/s)", "workers": "workers"}
 
 
 def speedup(
     records: Sequence[Mapping[str, Any]],
     ax: Axes,
     *,
-    at: Literal["rate", "workers"] = "rate",
+    at: SpeedupAt = "rate",
     measured: Sequence[Mapping[str, Any]] = (),
     title: str | None = None,
 ) -> Axes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from matplotlib.lines import Line2D
@@ -25,16 +25,31 @@ from gradstats.tables import format_value, visible
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["build_up", "lags_delta", "matching_rate", "time_split", "timeline", "training_curves"]
+__all__ = [
+    "CurveBy",
+    "CurveValue",
+    "build_up",
+    "lags_delta",
+    "matching_rate",
+    "time_split",
+    "timeline",
+    "training_curves",
+]
 
 _FEW_LAYERS = 8
+CurveValue: TypeAlias = Literal["loss", "quality", "residual_norm", "matching_rate"]
 _MEASURED = {
     "loss": "training loss",
     "quality": "k̂/k",
     "residual_norm": "norm of the residual",
     "matching_rate": "share of matching signs",
 }
-_SPENT = {"step": "step", "seconds": "seconds of training", "megabytes": "MB sent by a rank"}
+CurveBy: TypeAlias = Literal["step", "seconds", "megabytes"]
+_SPENT = {
+    "step": "step",
+    "seconds": "seconds of training",
+    "megabytes": "MB sent by a rank",
+}
 
 
 def _distinct(records: Iterable[Mapping[str, Any]], field: str) -> list[Any]:
@@ -74,8 +89,8 @@ def training_curves(
     records: Sequence[Mapping[str, Any]],
     ax: Axes,
     *,
-    value: str = "loss",
-    by: str = "step",
+    value: CurveValue = "loss",
+    by: CurveBy = "step",
     title: str | None = None,
 ) -> Axes:
     """Draw how trainings went: for each compressor the mean over its seeds, in a band from the least to the largest.

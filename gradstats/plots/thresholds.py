@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -147,7 +147,7 @@ def latency_bars(
     records: Sequence[Mapping[str, Any]],
     ax: Axes,
     *,
-    value: str = "seconds",
+    value: Literal["seconds", "streams", "speedup"] = "seconds",
     title: str | None = None,
 ) -> Axes:
     """Draw latency, or speed-up over top-k, of every compressor by ratio (SIDCo figures 14 to 17).

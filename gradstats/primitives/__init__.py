@@ -7,7 +7,7 @@ depends on its device, see :func:`backend`.
 """
 
 from gradstats.primitives.arrays import Array, Selection, numel_of
-from gradstats.primitives.backend import backend
+from gradstats.primitives.backend import Backend, backend
 from gradstats.primitives.blocks import get_num_threads, set_num_threads
 from gradstats.primitives.histogram import Histogram, histogram
 from gradstats.primitives.moments import Moments, exceedances, moments
@@ -15,6 +15,7 @@ from gradstats.primitives.select import kth_largest, select, top_candidates, top
 
 __all__ = [
     "Array",
+    "Backend",
     "Histogram",
     "Moments",
     "Selection",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -17,11 +18,22 @@ from gradstats.errors import InputError
 from gradstats.primitives.codec import rice_decode, rice_encode
 from gradstats.primitives.formats import FORMATS
 
-__all__ = ["CODECS", "WIDTHS", "decode", "encode", "entropy_bytes", "rounded_words", "words_of"]
+__all__ = [
+    "CODECS",
+    "WIDTHS",
+    "DeltaCodec",
+    "WeightType",
+    "decode",
+    "encode",
+    "entropy_bytes",
+    "rounded_words",
+    "words_of",
+]
 
 Words = NDArray[np.unsignedinteger]
 
-WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+WeightType: TypeAlias = Literal["fp32", "bf16", "fp16"]
+WIDTHS: dict[WeightType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Types that weights are compared as, and the bytes of each number."""
 _HEAD = 8
 """Bytes of a count before what is counted."""
@@ -29,7 +41,7 @@ _LEVEL = 1
 """Effort of DEFLATE: more takes ten times as long, and saves a few percent."""
 
 
-def words_of(values: NDArray[np.float32], dtype: str) -> Words:
+def words_of(values: NDArray[np.float32], dtype: WeightType) -> Words:
     """Return numbers as words: the bits of the type that they are rounded to.
 
     Parameters
@@ -172,7 +184,10 @@ def _decode_xor(before: Words, message: bytes) -> Words:
     return before ^ words.astype(before.dtype)
 
 
-CODECS: dict[str, tuple[Callable[[Words, Words], bytes], Callable[[Words, bytes], Words]]] = {
+DeltaCodec: TypeAlias = Literal["bitmap", "gaps", "rice", "xor"]
+CODECS: dict[
+    DeltaCodec, tuple[Callable[[Words, Words], bytes], Callable[[Words, bytes], Words]]
+] = {
     "bitmap": (_encode_bitmap, _decode_bitmap),
     "gaps": (_encode_gaps, _decode_gaps),
     "rice": (_encode_rice, _decode_rice),
@@ -182,13 +197,15 @@ CODECS: dict[str, tuple[Callable[[Words, Words], bytes], Callable[[Words, bytes]
 each before the words that are new; and the differences of all words, byte by byte, compressed by DEFLATE."""
 
 
-def _codec(name: str) -> tuple[Callable[[Words, Words], bytes], Callable[[Words, bytes], Words]]:
+def _codec(
+    name: DeltaCodec,
+) -> tuple[Callable[[Words, Words], bytes], Callable[[Words, bytes], Words]]:
     if name not in CODECS:
         raise InputError(f"changes are written as {', '.join(CODECS)}, not {name!r}")
     return CODECS[name]
 
 
-def encode(before: Words, after: Words, codec: str) -> bytes:
+def encode(before: Words, after: Words, codec: DeltaCodec) -> bytes:
     """Return a message from which, and from the earlier words, the later ones follow.
 
     Parameters
@@ -206,7 +223,7 @@ def encode(before: Words, after: Words, codec: str) -> bytes:
     return _codec(codec)[0](before, after)
 
 
-def decode(before: Words, message: bytes, codec: str) -> Words:
+def decode(before: Words, message: bytes, codec: DeltaCodec) -> Words:
     """Return the later words.
 
     Parameters

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from gradstats.errors import unknown
 
-__all__ = ["FORMATS", "Format", "Scales", "as_format", "rotated"]
+__all__ = ["FORMATS", "Format", "NumberFormat", "Scales", "as_format", "rotated"]
 
 _TINY = 2.0**-100
 """Largest magnitude below which numbers are sent as 0 where a scale is no power of two: dividing by one that small
@@ -364,6 +364,21 @@ def _mx(name: str, element: Format) -> Format:
     return replace(element, name=name, scale="e8m0", block=32)
 
 
+NumberFormat: TypeAlias = Literal[
+    "bf16",
+    "fp16",
+    "e4m3",
+    "e5m2",
+    "int8",
+    "int4",
+    "int2",
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "nvfp4",
+    "mxfp8-e5m2",
+    "mxfp6-e3m2",
+]
 FORMATS = {
     each.name: each
     for each in (

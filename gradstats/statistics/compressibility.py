@@ -573,14 +573,14 @@ def _relative_error(ranks: NDArray[np.integer]) -> float:
     Logarithms of a power law's sorted magnitudes are sums of independent gaps, p/i times a standard exponential
     between ranks i and i + 1 (Rényi 1953). The exponent is a weighted sum of them.
     """
-    from scipy.special import polygamma
+    from scipy.special import zeta
 
     spread = np.log(ranks - 0.5)
     spread = spread - spread.mean()
     # summation by parts: coefficient of the gap after each rank
     weights = np.cumsum(spread)[:-1] / (spread @ spread)
-    # Σ 1/i² from one of the ranks up to the next
-    variances = polygamma(1, ranks[:-1]) - polygamma(1, ranks[1:])
+    # Σ 1/i² from one of the ranks up to the next, by Hurwitz's zeta function
+    variances = -np.diff(zeta(2, ranks))
     return math.sqrt(float(weights**2 @ variances))
 
 

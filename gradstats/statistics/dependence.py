@@ -78,9 +78,19 @@ def exponent_of(logs: NDArray[np.float64], first: int) -> float:
     first : int
         First rank of the window.
     """
-    log_ranks = np.log(np.arange(first, first + logs.size) - 0.5)
-    sizes = logs - logs.mean()
-    covariance = -float(sizes @ (log_ranks - log_ranks.mean()))
+    return _exponent(logs, _log_ranks(first, logs.size))
+
+
+def _log_ranks(first: int, count: int) -> NDArray[np.float64]:
+    """Return ln(rank − ½) of ranks in a row, less their mean."""
+    log_ranks = np.log(np.arange(first, first + count) - 0.5)
+    return log_ranks - log_ranks.mean()
+
+
+def _exponent(logs: NDArray[np.float64], log_ranks: NDArray[np.float64]) -> float:
+    # what mean() does: it takes longer to look at its arguments than to add a thousand numbers
+    sizes = logs - np.add.reduce(logs) / logs.size
+    covariance = -float(sizes @ log_ranks)
     # slope of ln(rank-½) on ln(magnitude) is -1/p; a constant vector has p = 0
     return float(sizes @ sizes) / covariance if covariance > 0 else 0.0
 
@@ -129,13 +139,17 @@ def over_blocks(
             f"fewer than {FEWEST_BLOCKS} blocks have an element in the window",
         )
     logs = np.log(magnitudes)
-    p = exponent_of(logs[first - 1 : last], first)
+    own = logs[first - 1 : last]
+    log_ranks = _log_ranks(first, own.size)
+    p = _exponent(own, log_ranks)
     found = []
     for counts in block_counts(starts.size, _REPLICATES, np.random.default_rng(_SEED)):
         # repeated where they stand, sorted logarithms stay sorted
         drawn = np.repeat(logs, counts[block])[first - 1 : last]
         # a replicate without the fullest blocks may end inside the window
-        if drawn.size > (last - first) / 2:
+        if drawn.size == log_ranks.size:
+            found.append(_exponent(drawn, log_ranks))
+        elif drawn.size > (last - first) / 2:
             found.append(exponent_of(drawn, first))
     logged = np.log(np.array([each for each in found if each > 0]))
     if p <= 0 or logged.size < _REPLICATES / 2:

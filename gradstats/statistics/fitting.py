@@ -13,7 +13,7 @@ from gradstats.primitives import Array
 from gradstats.primitives.levels import Levels
 from gradstats.primitives.ratio import check_number, check_ratio, shown
 from gradstats.primitives.sketch import Magnitudes, Sketch, sketch
-from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.choice import law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.solution import FitError, Flag, Reason
@@ -238,7 +238,7 @@ def check_fit(fit: object) -> None:
         raise InputError(f"a Fit is needed, as gradstats.fit returns it, not {shown(fit)}")
 
 
-def fit(x: Array | Sketch | Magnitudes, model: str, method: Method = "closed") -> Fit:
+def fit(x: Array | Sketch | Magnitudes, model: LawName | str, method: Method = "closed") -> Fit:
     """Fit a symmetric distribution to a gradient, with a point mass for its exact zeros.
 
     Parameters

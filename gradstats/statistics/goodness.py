@@ -26,7 +26,7 @@ from gradstats.primitives.ratio import (
 )
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, as_magnitudes, check_fit, fit, fittable
-from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.solution import FitError
 
@@ -37,6 +37,7 @@ __all__ = [
     "Comparison",
     "Distances",
     "Goodness",
+    "Statistic",
     "bootstrap",
     "compare",
     "goodness",
@@ -254,10 +255,18 @@ class Distances:
 
     def __init__(self, fit: Fit, m: Magnitudes) -> None:
         self.m = m
-        self.law = fit.magnitude
-        self.model_left, self.model_right = self.law.sf(m.left), self.law.sf(m.right)
+        # not frozen: SciPy takes longer for that than for the rest of a bootstrap's replicate
+        self.law, self.params = LAWS[fit.model].magnitude, dict(fit.params)
+        self.model_left = self._survival(m.left)
+        # cells without width, of single magnitudes, have the same ends
+        self.model_right = (
+            self.model_left if np.array_equal(m.left, m.right) else self._survival(m.right)
+        )
         after = (m.count - m.cumulative) / m.count
         self.left, self.right = after + m.weight / m.count, after  # shares above the ends of cells
+
+    def _survival(self, at: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(self.law.sf(at, **self.params))
 
     def kolmogorov(self) -> float:
         """Return the largest difference."""
@@ -284,7 +293,7 @@ class Distances:
 
         with warnings.catch_warnings():  # only whether it is finite counts
             warnings.simplefilter("ignore", IntegrationWarning)
-            mean = float(self.law.mean())
+            mean = float(self.law.mean(**self.params))
         # then so is the integral of the survival beyond the last element
         if not math.isfinite(mean):
             return math.inf
@@ -295,13 +304,15 @@ class Distances:
     ) -> float:
         """Return the integral of |difference| over gaps, in each of which the data has one share."""
         # the difference is smooth up to where it changes its sign, from there to the end of the support, and beyond
-        turns = [np.clip(at, starts, ends) for at in (self.law.isf(share), self.law.support()[1])]
+        places = self.law.isf(share, **self.params), self.law.support(**self.params)[1]
+        turns = [np.clip(at, starts, ends) for at in places]
         node, weight = np.polynomial.legendre.leggauss(20)
         total = 0.0
         for low, high in pairwise([starts, *turns, ends]):
             at = low[:, None] + (high - low)[:, None] * (node + 1) / 2
             total += (
-                float((np.abs(share[:, None] - self.law.sf(at)) @ weight * (high - low)).sum()) / 2
+                float((np.abs(share[:, None] - self._survival(at)) @ weight * (high - low)).sum())
+                / 2
             )
         return total
 
@@ -313,7 +324,8 @@ class Distances:
         s, weight = np.polynomial.laguerre.laggauss(40)
         # far beyond the scale the survival rounds to 0, whose quantile is infinite
         seen = (weight > 1e-25) & (share * np.exp(-s) > 0)
-        return share * float(weight[seen] @ (self.law.isf(share * np.exp(-s[seen])) - last))
+        places = self.law.isf(share * np.exp(-s[seen]), **self.params)
+        return share * float(weight[seen] @ (places - last))
 
     def upper_anderson_darling(self) -> float:
         """Return ∫ (w − c)²/w dw over the model's survival w.
@@ -473,7 +485,7 @@ class Bootstrap:
 
 def bootstrap(
     x: Array | Sketch | Magnitudes,
-    model: str,
+    model: LawName | str,
     method: Method = "closed",
     *,
     statistic: Statistic = "ks",

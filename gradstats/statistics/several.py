@@ -10,6 +10,7 @@ from gradstats.primitives import Array
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, as_magnitudes, fit, fittable
 from gradstats.statistics.goodness import Goodness, goodness
+from gradstats.statistics.laws import LawName
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Shown
@@ -101,7 +102,7 @@ def _distance(fitted: tuple[Fit, Goodness]) -> tuple[bool, float, float]:
 
 
 def fit_all(
-    x: Array | Sketch | Magnitudes, models: Sequence[str] | Literal["all"] | None = None
+    x: Array | Sketch | Magnitudes, models: Sequence[LawName | str] | Literal["all"] | None = None
 ) -> Fits:
     """Fit several models to a gradient, each by its own default method, and measure how far each is from it.
 
@@ -138,7 +139,7 @@ def fit_all(
 
 
 def possible(
-    x: Array | Sketch | Magnitudes, models: Sequence[str] | Literal["all"] | None = None
+    x: Array | Sketch | Magnitudes, models: Sequence[LawName | str] | Literal["all"] | None = None
 ) -> tuple[list[Fit], dict[str, str]]:
     """Fit those of several models that can be fitted, each by its own default method.
 

@@ -7,30 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import isabstract
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gradstats.errors import InputError, options_of, unknown
 from gradstats.primitives import Array
 from gradstats.primitives import warm_up as warm_up_primitives
 from gradstats.primitives.ratio import shown, target_count
 from gradstats.registry import Registry
-from gradstats.thresholds.base import Estimate, Estimator, Result
+from gradstats.thresholds.base import Estimate, Estimator, Result, Rule
 from gradstats.thresholds.exact import Exact, WarmExact
 from gradstats.thresholds.gaussiank import GaussianK
 from gradstats.thresholds.hard import Hard
 from gradstats.thresholds.histogram import HistogramQuantile
 from gradstats.thresholds.micro import MiCRO
 from gradstats.thresholds.redsync import RedSync, RedSyncTrimmed
-from gradstats.thresholds.sampled import DGC
-from gradstats.thresholds.sidco import SIDCoE, SIDCoGP, SIDCoP
+from gradstats.thresholds.sampled import DGC, Sampling
+from gradstats.thresholds.sidco import Adaptation, Gamma, SIDCoE, SIDCoGP, SIDCoP
 from gradstats.thresholds.sidco import warm_up as warm_up_sidco
 
 __all__ = [
     "DGC",
     "ESTIMATORS",
+    "Adaptation",
     "Estimate",
     "Estimator",
+    "EstimatorName",
     "Exact",
+    "Gamma",
     "GaussianK",
     "Hard",
     "HistogramQuantile",
@@ -38,9 +41,11 @@ __all__ = [
     "RedSync",
     "RedSyncTrimmed",
     "Result",
+    "Rule",
     "SIDCoE",
     "SIDCoGP",
     "SIDCoP",
+    "Sampling",
     "WarmExact",
     "make_estimator",
     "target_count",
@@ -48,6 +53,21 @@ __all__ = [
     "warm_up",
 ]
 
+EstimatorName: TypeAlias = Literal[
+    "exact",
+    "warm-exact",
+    "histogram",
+    "dgc",
+    "hard",
+    "redsync",
+    "redsync-trimmed",
+    "gaussiank",
+    "sidco-e",
+    "sidco-gp",
+    "sidco-p",
+    "micro",
+]
+"""The package's own names: a user's estimator may have any other."""
 _OWN = (
     *(Exact, WarmExact, HistogramQuantile, DGC, Hard, RedSync, RedSyncTrimmed, GaussianK),
     *(SIDCoE, SIDCoGP, SIDCoP, MiCRO),
@@ -79,7 +99,7 @@ package adds one to every program.
 """
 
 
-def make_estimator(name: str, **options: Any) -> Estimator:
+def make_estimator(name: EstimatorName | str, **options: Any) -> Estimator:
     """Build an estimator by its name.
 
     Parameters
@@ -107,7 +127,7 @@ def make_estimator(name: str, **options: Any) -> Estimator:
 
 
 def threshold(
-    x: Array, ratio: float, estimator: str | Estimator = "exact", **options: Any
+    x: Array, ratio: float, estimator: EstimatorName | str | Estimator = "exact", **options: Any
 ) -> float:
     """Return the threshold on |x| that keeps about `ratio` of the elements.
 

@@ -22,7 +22,7 @@ from gradstats.primitives import set_num_threads
 from gradstats.primitives.arrays import as_numpy, is_tensor
 from gradstats.primitives.ratio import RATIOS, check_count, target_count
 from gradstats.tables import Records
-from gradstats.thresholds import ESTIMATORS, make_estimator, warm_up
+from gradstats.thresholds import ESTIMATORS, EstimatorName, make_estimator, warm_up
 
 __all__ = [
     *("NUMELS", "PUBLISHED", "REFERENCES", "TAILS", "USUAL", "bench", "numbers_of_threads"),
@@ -214,7 +214,7 @@ def bench(
     numels: Sequence[int] = NUMELS,
     ratios: Sequence[float] = RATIOS,
     *,
-    estimators: Sequence[str] | None = None,
+    estimators: Sequence[EstimatorName | str] | None = None,
     threads: Sequence[int] | None = None,
     repeats: int = 15,
     references: bool = True,

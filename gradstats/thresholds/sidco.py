@@ -41,6 +41,7 @@ __all__ = ["SIDCoE", "SIDCoGP", "SIDCoP"]
 
 Adaptation: TypeAlias = Literal["corrected", "paper", "program", "program-3"]
 _ADAPTATIONS: tuple[Adaptation, ...] = get_args(Adaptation)
+Gamma: TypeAlias = Literal["exact", "closed"]
 _MANY = 1 << 21
 """Elements from which one histogram costs less than the passes of the stages."""
 _SOME = 100
@@ -423,11 +424,9 @@ class SIDCoGP(SIDCo):
     _needs_log = True
     _passes = 1  # a pass that sums logarithms and one more cost more
 
-    def __init__(
-        self, *args: Any, gamma: Literal["exact", "closed"] = "exact", **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, gamma: Gamma = "exact", **options: Any) -> None:
         super().__init__(*args, **options)
-        if not isinstance(gamma, str) or gamma not in ("exact", "closed"):
+        if not isinstance(gamma, str) or gamma not in get_args(Gamma):
             raise InputError(f"gamma must be exact or closed, not {shown(gamma)}")
         self.gamma = gamma
 

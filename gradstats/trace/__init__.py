@@ -29,10 +29,12 @@ from __future__ import annotations
 
 from gradstats.trace.format import (
     COMPRESSION,
+    DTYPES,
     KINDS,
     LAYER_COMPRESSION,
     SCHEMA,
     STORES,
+    Dtype,
     Kind,
     Layer,
     Shard,
@@ -45,10 +47,12 @@ from gradstats.trace.writer import TraceWriter
 
 __all__ = [
     "COMPRESSION",
+    "DTYPES",
     "KINDS",
     "LAYER_COMPRESSION",
     "SCHEMA",
     "STORES",
+    "Dtype",
     "Kind",
     "Layer",
     "Shard",

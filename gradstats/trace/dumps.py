@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from gradstats.errors import GradstatsError, InputError, first_line
 from gradstats.primitives import Array
@@ -30,13 +30,13 @@ from gradstats.trace.files import (
 )
 from gradstats.trace.source import ArraySource, Captured, Source
 
-__all__ = ["Dumps", "dumps_of", "holds_dumps"]
+__all__ = ["Dumps", "Lists", "dumps_of", "holds_dumps"]
 
 _NUMBER = re.compile(r"\d+")
 _RANK = re.compile(r"rank[_.-]?(\d+)", re.IGNORECASE)
 _INDEX = "*.safetensors.index.json"
 
-Lists = Literal["steps", "layers"]
+Lists: TypeAlias = Literal["steps", "layers"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,10 @@ OF_PARAMETERS: tuple[Kind, ...] = ("update", "weight")
 """Kinds that are known when the optimizer has stepped: what it takes off the parameters, and what is left of them."""
 
 Store: TypeAlias = Literal["gradients", "sketches"]
-STORES: tuple[Store, ...] = ("gradients", "sketches")
+STORES: tuple[Store, ...] = get_args(Store)
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+"""Types in which elements are stored."""
 
 COMPRESSION = tuple(column.name for column in OF_STEPS)
 """Columns of a step's compression, NaN where unknown; gradstats.hooks' StepRecord and Diagnosis say what they are."""

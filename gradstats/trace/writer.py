@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from gradstats.trace.format import (
     STATISTICS,
     WHOLE,
     ArraySpec,
+    Dtype,
     Kind,
     Layer,
     Shard,
@@ -108,7 +109,7 @@ class TraceWriter:
         *,
         kinds: Sequence[Kind] = ("gradient",),
         store: Store = "gradients",
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Dtype = "float32",
         expected_steps: int | None = None,
         compress: bool = False,
         compression: bool = False,

@@ -51,9 +51,7 @@ def two_ranks(folder):
 def measured(monkeypatch):
     def give(trainings):
         held = {"tolerance": 0.02, "within": 7, "of": 9}
-        monkeypatch.setattr(
-            advise, "evidence", lambda: {"trainings": trainings, "held_out": held}
-        )
+        monkeypatch.setattr(advise, "evidence", lambda: {"trainings": trainings, "held_out": held})
         return trainings
 
     return give
@@ -70,7 +68,11 @@ def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measu
     assert (best["low"], best["high"]) == (0.0, 0.01)
     # of six trainings the five nearest count, with two runs each
     assert (best["trainings"], best["runs"]) == (5, 10)
-    assert [(r["rule"], r["ratio"]) for r in others] == [("topk", 0.01), ("dense-bf16", 1.0), ("none", 1.0)]
+    assert [(r["rule"], r["ratio"]) for r in others] == [
+        ("topk", 0.01),
+        ("dense-bf16", 1.0),
+        ("none", 1.0),
+    ]
     assert others[0]["reason"].startswith("up to +6.0 % from dense, in near")
     assert chosen(tolerance=0.06)[0]["ratio"] == 0.01
     assert chosen(tolerance=0.005)[0]["rule"] == "dense-bf16"
@@ -111,7 +113,11 @@ def test_what_is_no_faster_is_not_recommended(measured):
         names = ("compressor", "ratio", "speedup", "speedup_low", "speedup_high")
         return dict(zip(names, (compressor, ratio, speedup, low, 2 * speedup), strict=True))
 
-    plans = [plan("topk", 0.1, 1.5, 1.2), plan("topk", 0.01, 3.0, 2.0), plan("dense-bf16", None, 1.8, 1.4)]
+    plans = [
+        plan("topk", 0.1, 1.5, 1.2),
+        plan("topk", 0.01, 3.0, 2.0),
+        plan("dense-bf16", None, 1.8, 1.4),
+    ]
     # faster, although it sends more
     assert chosen(plans=plans)[0]["rule"] == "dense-bf16"
     assert chosen(plans=plans[:2])[0]["ratio"] == 0.1
@@ -130,7 +136,9 @@ def test_it_is_said_with_its_evidence(measured):
     assert "(near0/sgd, near1/sgd, near2/sgd, near3/sgd, near4/sgd; 10 runs)" in evidence
     assert "it ended +0.0 % to +1.0 % from the dense loss" in evidence
     assert "in one case of 6" in evidence
-    assert "topk at ratio 0.01 with error feedback ended up to +6.0 % from dense, in near" in evidence
+    assert (
+        "topk at ratio 0.01 with error feedback ended up to +6.0 % from dense, in near" in evidence
+    )
     assert "within 2 % of dense in 7 of 9" in held
     assert "gradstats.Trial" in following
     nothing = advise._said(chosen(tolerance=0.0001), "SGD", False)

@@ -15,7 +15,7 @@ PAGE = (DOCS / "network.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def tables():
-    return "\n".join(lags.table(stored(lags.FILE)))
+    return lags.table(stored(lags.FILE))
 
 
 def test_the_page_shows_the_stored_results(tables):

@@ -11,12 +11,13 @@ import pytest
 import theory
 import torch
 from conftest import ROOT
+from records import stored
 from support.traces import LAYERS, gradient
 
 from capture.workloads import RunConfig
 from gradstats.trace import TraceWriter, create_trace
 
-ROWS = theory.stored(theory.PATH)
+ROWS = stored(theory.PATH)
 PAGE = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
 
 

@@ -60,7 +60,7 @@ def run(folder, script, *launcher):
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/distributed",
+            "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/distributed:{ROOT}/benchmarks",
             "GLOO_SOCKET_IFNAME": "lo",
         },
         capture_output=True,

@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,13 +21,16 @@ from conftest import ROOT
 from support import terminal
 from support.terminal import main
 from torch.distributed.elastic.multiprocessing import SignalException
+from workers import lab as cases
 
 from capture.lab import run
+from capture.lab.caller import caller
 from capture.lab.cluster import Cluster, LabError, shaped_network
+from capture.lab.launch import launch
 from capture.lab.run import measure_network
 from capture.workloads.config import RunConfig, RunResult
 from capture.workloads.launch import RunFailedError
-from gradstats.errors import GradstatsError
+from gradstats.errors import GradstatsError, InputError
 from gradstats.network import ALGORITHMS, Network
 from gradstats.network.plan import plan
 from gradstats.network.rates import parse_rate
@@ -62,8 +67,9 @@ def _rights():
 
 
 @pytest.fixture
-def lab(_rights):
-    """Whatever the test does, it leaves the machine as it was."""
+def lab(_rights, monkeypatch):
+    """Whatever the test does, it leaves the machine as it was; ranks are root's where it does not say whose."""
+    monkeypatch.delenv("SUDO_UID", raising=False)
     before = inventory()
     yield
     end = time.monotonic() + 10
@@ -144,22 +150,34 @@ def test_a_network_is_shaped_and_apart_from_the_host(lab):
         assert received.count("tbf") == received.count("rate 9Mbit burst 32Kb") == 3
 
 
-def test_what_a_killed_lab_left_goes_and_nothing_else(lab):
-    stale, foreign = "gradstats-lab-0-hub", "gradstats-lab-mine"  # of somebody else
-    for name in (stale, foreign):
+def test_what_other_programs_made_stays_whatever_its_name(lab):
+    foreign = "gradstats-lab-0-hub", "gradstats-lab-mine"
+    for name in foreign:
         ip("netns", "add", name)
-    ip("-n", stale, "link", "add", "port0", "type", "veth", "peer", "name", "port1")
-    left = subprocess.Popen(["ip", "netns", "exec", stale, "sleep", "1000"])
+    theirs = subprocess.Popen(["ip", "netns", "exec", foreign[0], "sleep", "1000"])
     try:
-        while not ip("netns", "pids", stale):
+        while not ip("netns", "pids", foreign[0]):
             time.sleep(0.01)
         with shaped_network(1, 10**9):
-            assert stale not in ip("netns")
-            assert foreign in ip("netns")
-            assert left.wait(timeout=10) == -signal.SIGKILL
+            assert set(foreign) < set(ip("netns").split())
+        assert set(foreign) <= set(ip("netns").split())
+        assert theirs.poll() is None
     finally:
-        left.kill()
-        ip("netns", "delete", foreign)
+        theirs.kill()
+        theirs.wait()
+        for name in foreign:
+            ip("netns", "delete", name)
+
+
+def test_a_name_that_is_taken_is_refused_and_stays(lab):
+    taken = f"gradstats-lab-{os.getpid()}-1"
+    ip("netns", "add", taken)
+    try:
+        with pytest.raises(LabError, match=f"{taken} already"), shaped_network(2, 10**9):
+            pass
+        assert [n for n in ip("netns").split() if n.startswith("gradstats-lab-")] == [taken]
+    finally:
+        ip("netns", "delete", taken)
 
 
 def test_a_second_lab_is_refused(lab):
@@ -206,7 +224,9 @@ def test_a_training_says_where_its_time_goes(lab):
         *(f"--compressor={n}" for n in names),
     )
     assert done.returncode == 0, done.stderr
-    assert all(" after " in line for line in done.stderr.splitlines()), done.stderr
+    *lines, last = done.stderr.splitlines()
+    assert all(" after " in line for line in lines), done.stderr
+    assert "ran as root" in last
     every = {(r["local_steps"], r["compressor"]): r for r in json.loads(done.stdout)}
     assert tuple(every) == tuple((steps, name) for steps in (0, 4) for name in names)
     records = {name: every[0, name] for name in names}
@@ -332,9 +352,55 @@ def test_what_a_killed_lab_leaves_ends_with_the_next(lab):
     with running() as process:
         process.kill()
         process.wait()
-        assert f"gradstats-lab-{process.pid}-0" in ip("netns")
+        name = f"gradstats-lab-{process.pid}-0"
+        assert name in ip("netns")
+        # its ranks end by themselves, and other programs may be there
+        left = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "1000"])
+        while str(left.pid) not in ip("netns", "pids", name).split():
+            time.sleep(0.01)
     with shaped_network(1, 10**9):
-        assert f"gradstats-lab-{process.pid}-0" not in ip("netns")
+        assert f"gradstats-lab-{process.pid}" not in ip("netns")
+        assert left.wait(timeout=10) == -signal.SIGKILL
+
+
+@pytest.mark.distributed
+def test_ranks_are_the_users_who_called_sudo(lab, monkeypatch):
+    nobody = pwd.getpwnam("nobody")
+    monkeypatch.setenv("SUDO_UID", str(nobody.pw_uid))
+    monkeypatch.setenv("SUDO_GID", str(nobody.pw_gid))
+    groups = sorted(os.getgrouplist(nobody.pw_name, nobody.pw_gid))
+    uids, gids = ("\t".join([str(number)] * 4) for number in nobody[2:4])
+    with tempfile.TemporaryDirectory() as folder, shaped_network(2, 10**9) as network:
+        os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+        for numbers, of, refused, home, owner in launch(network, cases.whose, folder):
+            assert numbers == {(uids, gids)}
+            assert of == groups
+            assert refused == 3
+            assert home == nobody.pw_dir
+            assert owner == nobody.pw_uid
+        with pytest.raises(RunFailedError, match=r"rank [01] failed: LookupError: .*such thing"):
+            launch(network, cases.failing)
+        monkeypatch.delenv("SUDO_UID")
+        for numbers, _, refused, _, owner in launch(network, cases.whose, folder):
+            assert numbers == {("\t".join("0000"), "\t".join("0000"))}
+            assert (refused, owner) == (0, 0)
+
+
+def test_the_caller_is_who_sudo_says(monkeypatch):
+    for name in ("SUDO_UID", "SUDO_GID"):
+        monkeypatch.delenv(name, raising=False)
+    assert caller() is None
+    monkeypatch.setenv("SUDO_UID", "0")  # root called sudo
+    assert caller() is None
+    nobody = pwd.getpwnam("nobody")
+    monkeypatch.setenv("SUDO_UID", str(nobody.pw_uid))
+    assert (caller().uid, caller().gid) == (nobody.pw_uid, nobody.pw_gid)
+    monkeypatch.setenv("SUDO_GID", "0")  # as sudo says, not as the list of users does
+    assert caller().gid == 0
+    for name, wrong in (("SUDO_GID", "-1"), ("SUDO_UID", "me"), ("SUDO_UID", str(2**40))):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(InputError, match=r"no user .* unset SUDO_UID"):
+            caller()
 
 
 def kill_while_exchanging(namespace):

@@ -218,7 +218,10 @@ def test_a_killed_process_leaves_every_step_it_committed(path, after):
         [sys.executable, "-c", KILLED, str(path)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/distributed"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/distributed:{ROOT}/benchmarks",
+        },
     )
     reported = []
     while len(reported) <= after:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_once, run_ranks
 from workers import layerwise as cases
 
 from gradstats.collectives import SparseAllGather
@@ -42,7 +42,7 @@ def identical(arrays):
 def test_layers_are_selected_each_by_itself_however_they_are_sent(world):
     parameters = []
     for name in cases.SYSTEMS if world < 3 else ["overlapped", "merged"]:
-        reports = run_ranks(world, cases.train, name)
+        reports = run_once(world, cases.train, name)
         assert all(r["worst"] < 1e-6 for r in reports)
         assert all(r["conserved"] for r in reports)
         for report in reports:
@@ -59,7 +59,7 @@ def test_layers_are_selected_each_by_itself_however_they_are_sent(world):
 
 @distributed
 def test_messages_leave_while_backpropagation_goes_on():
-    report = run_ranks(2, cases.train, "overlapped")[0]
+    report = run_once(2, cases.train, "overlapped")[0]
     lanes = report["lanes"]
     sent = [each for each in lanes if each[0] == "communicate"]
     # a bucket each, the last layer first
@@ -72,7 +72,7 @@ def test_messages_leave_while_backpropagation_goes_on():
     ]
     # when a bucket is ready, the messages of all before it have left
     assert report["on the way"][-5:] == [0, 1, 2, 3, 4]
-    merged = run_ranks(2, cases.train, "merged")[0]["lanes"]
+    merged = run_once(2, cases.train, "merged")[0]["lanes"]
     assert [(n[1], n[2]) for n in merged if n[0] == "communicate"] == [
         ("2.weight", 91_203),
         ("0.weight", 12_300),
@@ -81,7 +81,7 @@ def test_messages_leave_while_backpropagation_goes_on():
 
 @distributed
 def test_a_diagnosis_names_its_layers():
-    report = run_ranks(1, cases.train, "merged")[0]
+    report = run_once(1, cases.train, "merged")[0]
     diagnosis = report["diagnosis"]
     assert diagnosis.layers == ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias")
     assert diagnosis.numel.tolist() == [12_000, 300, 90_000, 300, 900, 3]
@@ -434,7 +434,7 @@ def test_whole_systems_learn(name):
     ("dtype", "digits"), [(torch.float32, 24), (torch.float16, 11), (torch.bfloat16, 8)]
 )
 def test_values_of_16_bits_leave_their_rounding_in_the_residual(dtype, digits):
-    reports = run_ranks(3, cases.rounded, dtype, float("inf"))
+    reports = run_once(3, cases.rounded, dtype, np.inf)
     for steps in zip(*reports, strict=True):
         assert identical([mean for *_, mean in steps])
         for error, worst, sent, _, _ in steps:
@@ -448,7 +448,7 @@ def test_values_of_16_bits_leave_their_rounding_in_the_residual(dtype, digits):
 
 @distributed
 def test_a_dense_union_is_all_reduced():
-    sparse, dense = (run_ranks(3, cases.rounded, torch.float32, a) for a in (np.inf, 1.0))
+    sparse, dense = (run_once(3, cases.rounded, torch.float32, a) for a in (np.inf, 1.0))
     for gathered, reduced in zip(sparse[0], dense[0], strict=True):
         np.testing.assert_allclose(gathered[4], reduced[4], atol=1e-5 * np.abs(gathered[4]).max())
         assert gathered[3] == reduced[3]

@@ -1,6 +1,6 @@
 """Claims beside measurements, and other tables and sentences: all their numbers are those of docs/results or data/.
 
-``PYTHONPATH=tools:benchmarks python tests/docs/test_claims.py --write`` makes the tables anew, and shows what the
+``PYTHONPATH=benchmarks python tests/docs/test_claims.py --write`` makes the tables anew, and shows what the
 sentences must say.
 """
 
@@ -428,7 +428,7 @@ def facts() -> list[tuple[str, str]]:
     delta = stored("delta.json")
     above = [r for r in delta if r["delta"] > 1]
     union = {(r["compressor"], r["nproc"]): r["build_up"] for r in stored("build_up.json")}
-    tables = "\n".join(lags_table(stored("lags.jsonl")))
+    tables = lags_table(stored("lags.jsonl"))
     equal = [
         float(r) for r in re.findall(r"^\| \d+ \| [\d.]+ \| ([\d.]+) \(", tables, re.MULTILINE)
     ]

@@ -117,7 +117,7 @@ def folder(tmp_path_factory):
         tensors = {"w": np.full((4, NUMEL), 1 + (name == "new") / 512, np.float32)}
         save_file(tensors, path / f"{name}.safetensors")
     np.save(path / "x.npy", np.ones(NUMEL, np.float32))
-    measured_network(others=["rayleigh"]).save(path / "network.json")
+    measured_network(others=("rayleigh",)).save(path / "network.json")
     for page in ("law.md", "rule.md"):
         for name, code in files_of(page).items():
             (path / name).write_text(code, encoding="utf-8")

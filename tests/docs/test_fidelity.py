@@ -1,6 +1,6 @@
 """The page that goes through the papers: nothing is left out, nothing named is missing, and its counts are its rows'.
 
-``PYTHONPATH=tools python tests/docs/test_fidelity.py --write`` makes the counts anew.
+``PYTHONPATH=benchmarks python tests/docs/test_fidelity.py --write`` makes the counts anew.
 """
 
 from __future__ import annotations

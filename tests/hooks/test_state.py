@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_once, run_ranks
 from support.checkpoints import resealed
 from workers import state as cases
 
@@ -88,7 +88,7 @@ def test_a_memory_previews_what_it_adds_and_keeps_whatever_tensor_it_is_given(na
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", cases.MEMORIES)
 def test_memories_are_the_references_line_by_line(name, world):
-    for worst, elements, last in run_ranks(world, cases.memories, name):
+    for worst, elements, last in [report[name] for report in run_once(world, cases.memories)]:
         assert worst < 1e-5  # rounding of float32 sums
         assert elements == last.numel == 103_503
         assert last.union >= last.selected
@@ -131,7 +131,8 @@ def test_local_clipping_and_weight_decay(world):
 @pytest.mark.parametrize("name", ["topk", "layerwise"])
 @pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
 def test_a_bad_step_is_skipped_by_all(parameter, name):
-    for rank, (report, steps) in enumerate(run_ranks(2, cases.nonfinite, "skip", parameter, name)):
+    for rank, each in enumerate(run_once(2, cases.nonfinite)):
+        report, steps = each["skip", parameter, name]
         assert steps == 4
         problem, finite, total, untouched = report[2]
         assert "step 2: NaN or infinite gradient elements: 2 on rank 1" in problem
@@ -146,20 +147,28 @@ def test_a_bad_step_is_skipped_by_all(parameter, name):
 @pytest.mark.parametrize("name", ["topk", "layerwise"])
 @pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
 def test_bad_elements_are_zeroed(parameter, name):
-    (zero, _), (one, _) = run_ranks(2, cases.nonfinite, "zero", parameter, name)
+    (zero, _), (one, _) = (each["zero", parameter, name] for each in run_once(2, cases.nonfinite))
     assert all(finite and total > 0 for _, finite, total, _ in zero + one)
     assert [r[1:3] for r in zero] == [r[1:3] for r in one]  # the same update
     assert zero[2][0] == ""
     assert "2 NaN or infinite elements taken as zero" in one[2][0]
 
 
+RESUMED = ["topk", "warm-exact", "dgc", "sidco-e", "redsync", "micro", *cases.SYSTEMS]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """What both ranks report of each system."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    ranks = run_ranks(2, cases.resume_each, RESUMED, folder, limit_s=700)
+    return dict(zip(RESUMED, zip(*ranks, strict=True), strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["topk", "warm-exact", "dgc", "sidco-e", "redsync", "micro", *cases.SYSTEMS]
-)
-def test_stop_and_resume_is_as_if_nothing_had_happened(name, tmp_path):
-    ranks = run_ranks(2, cases.resume, name, str(tmp_path / "checkpoint"))
-    for rank, (same, messages) in enumerate(ranks):
+@pytest.mark.parametrize("name", RESUMED)
+def test_stop_and_resume_is_as_if_nothing_had_happened(name, resumed):
+    for rank, (same, messages) in enumerate(resumed[name]):
         assert same == [True, True]
         world, other, system, memory, model = messages
         assert world == "the checkpoint is of 3 ranks, and these are 2"
@@ -306,7 +315,7 @@ def test_refusals():
 
 
 FIRST_STEP = """
-import sys
+import gc, os, sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -314,27 +323,35 @@ from gradstats.compressors import make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.primitives.loops.compiled import Loop
 
+gc.freeze()
+for name in sys.argv[1:]:
+    pid = os.fork()
+    if not pid:
+        break
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(name)
+else:
+    sys.exit()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-state = CompressionState(make_compressor(sys.argv[1], 0.01))
+state = CompressionState(make_compressor(name, 0.01))
 compiled, compile_ = [], Loop.compile
 Loop.compile = lambda loop, sig: (compiled.append(loop.py_func.__name__), compile_(loop, sig))[1]
 ddp = DistributedDataParallel(torch.nn.Linear(2100, 2100))
 ddp.register_comm_hook(state, compression_hook)
 for _ in range(2):
     ddp(torch.randn(2, 2100)).square().mean().backward()
-print(compiled)
+print(name, compiled, flush=True)
+os._exit(0)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["topk", "sidco-e", "sidco-gp", "redsync", "signsgd", "dense-bf16"]
-)
-def test_the_first_step_of_a_large_model_compiles_nothing(name):
+def test_the_first_step_of_a_large_model_compiles_nothing():
     """Every name in a process of its own: what one has loaded, the next would find."""
-    command = [sys.executable, "-c", FIRST_STEP, name]
+    names = ["topk", "sidco-e", "sidco-gp", "redsync", "signsgd", "dense-bf16"]
+    command = [sys.executable, "-c", FIRST_STEP, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert done.stdout.splitlines() == [f"{name} []" for name in names]
 
 
 def test_what_a_state_was_made_of_cannot_be_replaced():

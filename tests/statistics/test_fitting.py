@@ -606,7 +606,7 @@ def test_the_closed_gammas_interval_contains_its_bias(n):
     rng = np.random.default_rng(20)
     covered = 0
     for _ in range(20):
-        f = fit(Magnitudes.from_values(rng.gamma(0.6, size=n)), "dgamma")
+        f = fit(rng.gamma(0.6, size=n), "dgamma")
         low, high = f.interval("a")
         inside = f.interval("scale")
         covered += low <= 0.6 <= high and inside[0] <= 1 <= inside[1]

@@ -19,6 +19,7 @@ from gradstats.statistics.goodness import (
     bootstrap,
     compare,
     goodness,
+    tail_distances,
 )
 from gradstats.statistics.laws.choice import solvers
 from gradstats.statistics.solution import FitError, Reason
@@ -111,7 +112,9 @@ def test_a_heavy_tail_has_no_wasserstein_distance():
 
 def test_kolmogorov_does_not_see_the_tail():
     """Generalized normal 0.98 against Laplace: D is 0.002 (twice that folded), and 13 % too many are kept."""
-    x = stats.halfgennorm(0.98).rvs(4_000_000, random_state=10).astype(np.float32)
+    # as SciPy draws it, a tenth as fast: a power of gamma variates
+    x = np.random.default_rng(10).gamma(1 / 0.98, size=4_000_000).astype(np.float32)
+    x **= np.float32(1 / 0.98)
     g = goodness(fit(x, "laplace"), x)
     assert g.ks == pytest.approx(2 * 0.0017, abs=0.0005)
     assert g.quality[0.001] == pytest.approx(1.13, abs=3.5 / math.sqrt(4000))
@@ -229,14 +232,14 @@ class TestBootstrap:
                 method,
                 statistic=statistic,
                 size=200,
-                replicates=39,
+                replicates=19,
                 seed=i,
             )
             for i in range(100)
         ]
         p = np.array([t.p_value for t in tests])
-        # p takes the values 1/40 … 1; half a step takes the discreteness out
-        assert stats.kstest(p - 0.5 / 40, stats.uniform.cdf).pvalue > 0.001
+        # p takes the values 1/20 … 1; half a step takes the discreteness out
+        assert stats.kstest(p - 0.5 / 20, stats.uniform.cdf).pvalue > 0.001
         if statistic == "ks":
             naive = np.array([t.p_naive for t in tests])
             assert (naive < 0.05).sum() == 0  # 5 of 100 expected of a test
@@ -322,7 +325,7 @@ def test_the_tail_of_a_true_law_is_seldom_rejected(law, model, method):
     for _ in range(100):
         m = as_magnitudes(law.rvs(5000, random_state=rng))
         fitted = fit(m, model, method)
-        kept = goodness(fitted, m, [0.01]).quality[0.01]
+        kept = tail_distances(fitted, m, [0.01])[1][0.01]
         rejected += tail_test(fitted, 0.01, 50, kept).p_value <= 0.05
     assert rejected <= 12
 

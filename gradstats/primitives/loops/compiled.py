@@ -5,7 +5,8 @@ files), and the constants they name. The cache is keyed by that, so an edited fo
 wherever it stands, while comments and blank lines compile nothing anew.
 
 What Numba does not promise is in this file alone, as read in Numba 0.68.1: ``Dispatcher.compile`` and ``_cache``,
-``FunctionCache`` with ``_cache_file``, ``_impl.filename_base``, ``_index_key`` and ``_load_overload``.
+``FunctionCache`` with ``_cache_file``, ``_impl.filename_base``, ``_index_key``, ``_load_overload`` and
+``_save_overload``.
 """
 
 from __future__ import annotations
@@ -311,6 +312,11 @@ class _Cache(FunctionCache):
         if found is None:
             Compiling.say()
         return found
+
+    def _save_overload(self, sig: Any, data: Any) -> None:
+        # a process may have become another user's since its folder was chosen: then its code is not kept
+        with contextlib.suppress(PermissionError):
+            super()._save_overload(sig, data)
 
 
 class _Files:

@@ -6,9 +6,11 @@ tests of nested models, the report. Nothing of NumPy or SciPy loads until a law 
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias, get_args
+
 from gradstats.errors import InputError
 from gradstats.registry import Registry
-from gradstats.statistics.laws.law import METHODS, Law
+from gradstats.statistics.laws.law import METHODS, Law, Method
 from gradstats.statistics.solution import FitError, Flag, Reason, Solution
 
 __all__ = [
@@ -17,11 +19,17 @@ __all__ = [
     "FitError",
     "Flag",
     "Law",
+    "LawName",
+    "Method",
     "Reason",
     "Solution",
 ]
 
-_OWN = ("laplace", "dgamma", "double_genpareto", "norm", "t", "gennorm", "dweibull", "lognorm")
+LawName: TypeAlias = Literal[
+    "laplace", "dgamma", "double_genpareto", "norm", "t", "gennorm", "dweibull", "lognorm"
+]
+"""The package's own names: a user's law may have any other."""
+_OWN: tuple[LawName, ...] = get_args(LawName)
 
 
 def _check(name: str, law: object) -> None:

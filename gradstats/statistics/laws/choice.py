@@ -7,7 +7,7 @@ from typing import Literal
 
 from gradstats.errors import unknown
 from gradstats.primitives.ratio import check_several
-from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.law import Law, Method, Solver
 
 __all__ = ["chosen", "law_of", "solvers"]
@@ -32,7 +32,7 @@ def law_of(name: object) -> Law:
 
 
 def chosen(
-    models: Iterable[str] | Literal["all"] | None = None, method: Method | None = None
+    models: Iterable[LawName | str] | Literal["all"] | None = None, method: Method | None = None
 ) -> list[str]:
     """Return the names of the laws to fit: the one place that says what is fitted by default.
 

@@ -16,6 +16,7 @@ from gradstats.primitives.levels import Levels, levels_beyond
 from gradstats.primitives.ratio import check_ratios, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, as_magnitudes, fit
+from gradstats.statistics.laws import LAWS
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.profile import likelihood_region
 from gradstats.statistics.solution import Z95, FitError, Flag, Reason
@@ -401,7 +402,9 @@ def disagreement(over: Magnitudes, fitted: Fit, threshold: float) -> tuple[Flag,
     # a clipped value counts as anything from there on, so no quantile beyond it is counted
     if over.count < 10 * _COUNTED or (isinstance(over, Levels) and over.bounded):
         return ()
-    modelled = threshold + float(fitted.magnitude.isf(k / over.count))
+    # not frozen, for which SciPy takes a millisecond
+    law = LAWS[fitted.model].magnitude
+    modelled = threshold + float(law.isf(k / over.count, **fitted.params))
     i = min(int(np.searchsorted(over.cumulative, over.count - k, side="right")), over.left.size - 1)
     # inside its cell a counted quantile may lie anywhere
     low, high = threshold + float(over.left[i]), threshold + float(over.right[i])

@@ -11,6 +11,7 @@ from gradstats.primitives.arrays import dot
 from gradstats.primitives.levels import Levels
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.fitting import Fit
+from gradstats.statistics.laws.double_genpareto import best_shapes
 
 __all__ = ["likelihood_region"]
 
@@ -88,7 +89,10 @@ def likelihood_region(
     low, high = end(-step), end(step)
     # denser towards both ends, where the border turns
     theta = low + (high - low) * (1 - np.cos(np.linspace(0, math.pi, _POINTS))) / 2
-    shape, best = np.array([parts(t) for t in theta]).T
+    # the limits at θ = 0, as above
+    small = np.abs(theta) < 1e-9
+    shape = np.where(small, 0.0, best_shapes(theta, x, weight))
+    best = np.where(small, dot(weight, x), shape / np.where(small, 1.0, theta))
     # σ = best/v with v − ln v = 1 + room, on either side of v = 1
     room = np.maximum(limit - np.log(best) - shape - 1, 0.0)
     v = np.array([-lambertw(-np.exp(-1 - room), branch).real for branch in (0, -1)])

@@ -10,7 +10,7 @@ from gradstats.primitives.ratio import check_number, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import Fit, fit
 from gradstats.statistics.goodness import Distances
-from gradstats.statistics.laws import LAWS
+from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.pot.peaks import NAN, finite_of, magnitudes_of
 from gradstats.statistics.solution import FitError
@@ -57,7 +57,7 @@ def stages(
     x: Array | Sketch | Magnitudes,
     ratio: float,
     n_stages: int,
-    model: str = "laplace",
+    model: LawName | str = "laplace",
     first: float = 0.25,
     method: Method = "closed",
 ) -> list[Stage]:
@@ -117,7 +117,7 @@ def stages(
             found.append(Stage(number, None, over.count, asked, status=str(error)))
             break
         # a stage's quantile is an excess over the threshold of the last (eq. 7 and 10)
-        threshold += float(fitted.magnitude.isf(asked))
+        threshold += float(LAWS[fitted.model].magnitude.isf(asked, **fitted.params))
         after = m.exceedances(threshold)
         ks = Distances(fitted, over).kolmogorov()
         found.append(Stage(number, fitted, over.count, asked, threshold, after / before, ks))

@@ -1,6 +1,7 @@
 """What the worker processes of test_state.py run."""
 
 import io
+import itertools
 import random
 
 import numpy as np
@@ -102,7 +103,12 @@ class Reference:
         return sent
 
 
-def memories(rank, world, name):
+def memories(rank, world):
+    """Return what :func:`remembered` does of every memory."""
+    return {name: remembered(rank, world, name) for name in MEMORIES}
+
+
+def remembered(rank, world, name):
     """Train with a memory; the update must be the mean of what naive references of all ranks send."""
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.05)
@@ -194,7 +200,13 @@ def clipping(rank, world):
     return float(np.abs(flat_gradients(net) - expected).max())
 
 
-def nonfinite(rank, world, policy, bad_parameter, name):
+def nonfinite(rank, world):
+    """Return what :func:`damaged` does of every policy, parameter and system."""
+    cases = itertools.product(("skip", "zero"), ("0.weight", "2.bias"), ("topk", "layerwise"))
+    return {case: damaged(rank, world, *case) for case in cases}
+
+
+def damaged(rank, world, policy, bad_parameter, name):
     """Rank 1 has infinities at step 2, in a compressed or a densely averaged parameter."""
     net = model()
     ddp = DDP(net, bucket_cap_mb=0.001)
@@ -229,6 +241,11 @@ def nonfinite(rank, world, policy, bad_parameter, name):
             (state.last.problem, bool(np.isfinite(g).all()), float(np.abs(g).sum()), untouched)
         )
     return report, state.step
+
+
+def resume_each(rank, world, names, folder):
+    """Return what :func:`resume` does of every system."""
+    return [resume(rank, world, name, f"{folder}/{name}") for name in names]
 
 
 def resume(rank, world, name, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import tempfile
@@ -50,3 +51,7 @@ def run_ranks(world, function, *args, limit_s=LIMIT_S):
                     process.kill()
                 raise TimeoutError(f"{function.__name__} on {world} ranks took over {limit_s} s")
         return [pickle.loads(Path(folder, f"{r}.pickle").read_bytes()) for r in range(world)]
+
+
+run_once = functools.cache(run_ranks)
+"""The same, but only once for all tests that look at what these arguments return."""

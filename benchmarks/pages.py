@@ -1,12 +1,13 @@
-"""Places and pages that the programs in tools/ and benchmarks/ write to."""
+"""Places and pages that the programs here and those in tools/ write to."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-__all__ = ["DOCS", "IMAGES", "RESULTS", "ROOT", "block", "fidelity_rows", "put"]
+__all__ = ["DOCS", "IMAGES", "RESULTS", "ROOT", "block", "fidelity_rows", "grid", "put"]
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -28,6 +29,22 @@ def put(page: Path, mark: str, text: str) -> None:
     if not (found and closed):
         raise SystemExit(f"{page} has no {begin} … {end} to put the table into")
     page.write_text(f"{before}{block(mark, text)}{after}", encoding="utf-8")
+
+
+def grid(heads: str, lines: Iterable[Sequence[str]]) -> str:
+    """Return lines of cells as a table in Markdown.
+
+    Parameters
+    ----------
+    heads : str
+        Heads of the columns, divided as in Markdown; numbers are below one that ends with a colon, and stand right.
+    lines : iterable of sequence of str
+        Cells of each line.
+    """
+    columns = heads.split(" | ")
+    rule = "|".join("---:" if each.endswith(":") else "---" for each in columns)
+    named = " | ".join(each.removesuffix(":") for each in columns)
+    return "\n".join([f"| {named} |", f"|{rule}|", *(f"| {' | '.join(each)} |" for each in lines)])
 
 
 @cache

@@ -22,6 +22,7 @@ NUMEL = 620
 
 
 def gradient(step, rank=0, kind="gradient"):
+    """Return the gradient of a step, rank and kind, which they seed."""
     x = np.random.default_rng([step, rank, KINDS.index(kind)]).standard_normal(NUMEL)
     return x.astype(np.float32)
 
@@ -75,6 +76,7 @@ def said(step):
 
 
 def write(path, steps, *, rank=0, kinds=KINDS, close=True, **options):
+    """Write the gradients of some steps of a rank."""
     writer = TraceWriter(path, rank, kinds=kinds, **options)
     for step in steps:
         writer.append(
@@ -102,6 +104,7 @@ def trace_of_steps(path, steps, layers=1, ranks=1):
 
 
 def assert_same_sketch(stored, expected):
+    """Assert that a stored sketch is the one that is expected."""
     assert stored.moments == expected.moments
     assert stored.bits == expected.bits == 7
     assert np.array_equal(stored.bins, expected.bins)
@@ -109,6 +112,7 @@ def assert_same_sketch(stored, expected):
 
 
 def flat_gradient(model):
+    """Return the gradients of all parameters in one vector."""
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()
 
 
@@ -153,6 +157,7 @@ HEAVY_LAYERS = [
 
 
 def heavy_trace(path, store="gradients", steps=3, seed=0):
+    """Write a trace of two ranks whose gradients have heavy tails."""
     numel = sum(layer.numel for layer in HEAVY_LAYERS)
     create_trace(path, HEAVY_LAYERS, world_size=2)
     for rank in (0, 1):

@@ -33,6 +33,7 @@ def through_xarray(path, **options):
 
 
 def named(tree):
+    """Return dimensions, variable and attributes by name, of every node of a tree."""
     return {
         name: {n: (v.dims, v, v.attrs) for n, v in node.to_dataset().variables.items()}
         for name, node in tree.children.items()

@@ -468,6 +468,7 @@ class Target:
 
     @property
     def name(self) -> str:
+        """Name of the function, without what it was given before."""
         function = self.function
         function = function.func if isinstance(function, partial) else function
         return getattr(function, "__qualname__", type(function).__name__)
