@@ -204,8 +204,9 @@ def held_out(found: Sequence[Row], tolerance: float = 0.02) -> Row:
             "gradient", properties, mine["optimizer"], tolerance, [mine["training"]], among=found
         )[0]
         name = f"{mine['training']}/{mine['optimizer']}"
-        row = {"training": name, "rule": best["rule"], "ratio": best["ratio"]}
-        row |= {"bytes": best["bytes"], "high": best["high"]}
+        row = {"training": name} | {
+            n: best[n] for n in ("rule", "ratio", "memory", "bytes", "high")
+        }
         above = [
             x for run in mine["runs"] for x in run["above"]
             if all(run[n] == best[n] for n in ("rule", "ratio", "memory", "format"))
@@ -225,22 +226,25 @@ def held_out(found: Sequence[Row], tolerance: float = 0.02) -> Row:
 
 def table(found: Sequence[Row]) -> str:
     """Return the losses as Markdown: a row for each training and optimizer, a column for each setting."""
-    columns = dict.fromkeys((r["rule"], r["ratio"]) for t in found for r in t["runs"])
-    heads = " | ".join(f"{_named(*column)}:" for column in columns)
+    columns = dict.fromkeys(_column(r) for t in found for r in t["runs"])
+    heads = " | ".join(f"{column}:" for column in columns)
     lines = []
     for each in found:
         for steps in dict.fromkeys(r["steps"] for r in each["runs"]):
-            mine = {
-                (r["rule"], r["ratio"]): r["above"] for r in each["runs"] if r["steps"] == steps
-            }
+            mine = {_column(r): r["above"] for r in each["runs"] if r["steps"] == steps}
             count = max(map(len, mine.values()))
             name = f"{each['training']}/{each['optimizer']}"
             lines.append([name, str(steps), str(count), *(_cell(mine.get(c)) for c in columns)])
     return grid(f"training | steps: | runs: | {heads}", lines)
 
 
-def _named(rule: str, ratio: float) -> str:
-    return f"`{rule}`" + (f" {ratio:g}" if ratio < 1 else "")
+def _column(run: Row) -> str:
+    """Return what a setting is called."""
+    if run["ratio"] == 1:
+        return f"`{run['rule']}`"
+    return f"`{run['rule']}` {run['ratio']:g}" + (
+        " without feedback" if run["memory"] == "none" else ""
+    )
 
 
 def _cell(above: Sequence[float] | None) -> str:
@@ -259,7 +263,7 @@ def judged(found: Mapping[str, Any]) -> str:
         heads,
         (
             [
-                row["training"], _named(row["rule"], row["ratio"]), f"{row['bytes']:.3g}", _cell([row["above"]]),
+                row["training"], _column(row), f"{row['bytes']:.3g}", _cell([row["above"]]),
                 "yes" if row["within"] else "**no**",
             ]
             for row in found["rows"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -181,11 +180,11 @@ def test_the_evidence_in_the_package_is_sound():
     found = advise.evidence()
     assert found["held_out"]["within"] <= found["held_out"]["of"] <= len(found["trainings"])
     for each in found["trainings"]:
-        for run in each["runs"]:
-            assert run["above"]
-            assert all(map(math.isfinite, run["above"]))
-            assert 0 < run["bytes"] <= 1
-            assert (run["ratio"] < 1) == (run["rule"] in ("topk", "sidco-p"))
+        for setting in each["runs"]:
+            assert setting["above"]
+            assert all(map(math.isfinite, setting["above"]))
+            assert 0 < setting["bytes"] <= 1
+            assert (setting["ratio"] < 1) == (setting["rule"] in ("topk", "sidco-p"))
 
 
 def test_the_command_says_and_stores_it(measured, tmp_path):
