@@ -16,6 +16,7 @@ from gradstats.tables import Shown
 
 if TYPE_CHECKING:
     from gradstats import compressors, plots, report, thresholds
+    from gradstats.analysis.advise import advise
     from gradstats.analysis.agreement import agreement
     from gradstats.analysis.compare import compare
     from gradstats.analysis.compression import compression
@@ -62,6 +63,7 @@ Shown.figures = staticmethod(_figure)  # results draw themselves with what is ab
 
 _HOME = {
     "gradstats": ("compressors", "plots", "report", "thresholds"),
+    "gradstats.analysis.advise": ("advise",),
     "gradstats.analysis.agreement": ("agreement",),
     "gradstats.analysis.compare": ("compare",),
     "gradstats.analysis.compression": ("compression",),
@@ -112,6 +114,7 @@ __all__ = [
     "TraceError",
     "Trial",
     "WeightType",
+    "advise",
     "agreement",
     "backend",
     "compare",

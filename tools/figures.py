@@ -24,6 +24,8 @@ from pages import IMAGES, RESULTS, ROOT
 import gradstats
 from capture.workloads import workload_info
 from gradstats import plots
+from gradstats.analysis.advise import evidence
+from gradstats.analysis.worth import is_adaptive
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.distributions import SIDS
 from gradstats.statistics.solution import Z95
@@ -129,6 +131,29 @@ def layers() -> Figure:
     return figure
 
 
+def losses() -> Figure:
+    """Draw what top-k with error feedback cost each measured training, a panel for each kind of optimizer."""
+    found = evidence()["trainings"]
+    kinds = {False: "SGD with momentum", True: "AdamW"}
+    figure, axes = panels(
+        1, 2, "Top-k with error feedback: loss above dense training at equal steps"
+    )
+    for ax, (adaptive, title) in zip(axes[0], kinds.items(), strict=True):
+        for each in found:
+            runs = [r for r in each["runs"] if (r["rule"], r["memory"]) == ("topk", "residual")]
+            if is_adaptive(each["optimizer"]) is not adaptive or not runs:
+                continue
+            points = sorted((r["ratio"], 100 * sum(r["above"]) / len(r["above"])) for r in runs)
+            ax.plot(*zip(*points, strict=True), marker="o", label=each["training"])
+        ax.axhspan(-2, 2, color="0.85", zorder=0, label="within 2 %")
+        # linear to 2 %, so that what is below dense has a place
+        ax.set(title=title, xlabel="ratio k/d", ylabel="percent above dense", xscale="log")
+        ax.set_yscale("symlog", linthresh=2)
+        ax.invert_xaxis()
+        ax.legend(fontsize="small")
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "tails": tails,
     "fits": lambda: fits("resnet20"),
@@ -137,8 +162,9 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "peaks": peaks,
     "quality": quality,
     "layers": layers,
+    "losses": losses,
 }
-"""Figures drawn from the traces in data/."""
+"""Figures drawn from the traces in data/, and from the losses that advice rests on."""
 
 
 def bench(records: list[dict]) -> Figure:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gradstats.analysis.verdicts import Verdict
 from gradstats.primitives.ratio import RATIOS
 
-__all__ = ["EVIDENCE", "LITTLE", "Training", "should_compress"]
+__all__ = ["EVIDENCE", "LITTLE", "Training", "is_adaptive", "should_compress"]
 
 LITTLE = 0.05
 """Nats above dense training up to which a loss is small."""
@@ -76,6 +76,17 @@ EVIDENCE = (
 """Trainings of two workers from three seeds, to a plateau."""
 
 
+def is_adaptive(optimizer: str) -> bool:
+    """Return whether an optimizer's step is not proportional to the gradient.
+
+    Parameters
+    ----------
+    optimizer : str
+        Name of the optimizer.
+    """
+    return any(name in optimizer.lower() for name in _ADAPTIVE)
+
+
 def should_compress(
     name: str,
     shares: Mapping[int, Mapping[float, float]],
@@ -139,7 +150,7 @@ def should_compress(
             "better than to choose at random, which every training that was measured lost by."
         )
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
-    adaptive = None if optimizer is None else any(n in optimizer.lower() for n in _ADAPTIVE)
+    adaptive = None if optimizer is None else is_adaptive(optimizer)
     # of an unknown optimizer both families are told
     measured = [t for t in EVIDENCE if adaptive is None or t.adaptive is adaptive]
     costs = " ".join(_cost(measured, family, ratio) for family in (False, True)).strip()

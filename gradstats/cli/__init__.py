@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from gradstats.cli.advise import advise
 from gradstats.cli.compare import agreement, compare
 from gradstats.cli.data import explore, import_, info, report
 from gradstats.cli.formats import delta, wire
@@ -72,7 +73,8 @@ _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Data": (info, import_, report, explore, plot),
     "Statistics": (fit, compressibility, pot, drift),
     "Runs and ranks": (compare, agreement),
-    "Thresholds": (quality, bench, compression, plan),
+    "Should I?": (advise, plan),
+    "Thresholds": (quality, bench, compression),
     "Bits": (wire, delta),
 }
 for _panel, _commands in _PANELS.items():
@@ -107,7 +109,8 @@ a training         from capture import Capture
                    capture.step(loss=loss)   # after backward(), each iteration
                    capture.close()           # DDP: docs/howto/ddp.md
 
-a trace            gradstats report {trace} -o report.html
+a trace            gradstats advise {trace}    # should I compress?
+                   gradstats report {trace} -o report.html
                    gradstats explore {trace} -o explore.html   # in a browser
                    gradstats fit {trace}       # which law, how far off
                    gradstats quality {trace}   # which rule hits k

@@ -39,6 +39,7 @@ COMMANDS = (
     "bench-network",
     "compression",
     "plan",
+    "advise",
     "wire",
     "delta",
     "report",

@@ -22,6 +22,7 @@ from gradstats.trace import create_trace
 
 PLAN = "--network network.json --workers 4 --compute 0.1"
 FUNCTIONS = {
+    "advise run.zarr": "gradstats.analysis.advise:advise",
     "agreement run.zarr": "gradstats.analysis.agreement:agreement",
     "bench": "gradstats.thresholds.bench:bench",
     "bench run.zarr": "gradstats.thresholds.bench:bench",

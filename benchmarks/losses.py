@@ -1,0 +1,301 @@
+"""What compression costs in loss: the atlas' trainings, dense and compressed, at equal steps.
+
+    python benchmarks/losses.py [PIECE …] [--data-dir DIR] [--seeds N] [--systems NAME …] [--write]
+
+A piece is a training and an optimizer of the atlas, such as gpt-pydoc/adamw. Each system is first trained from seed 0
+at a third, once and three times the atlas' learning rate; the best of the three is its own, dense or compressed. Then
+it trains at that rate from the seeds 1 to N, which are compared with dense training of the same seeds and batches: the
+rate is not judged where it was chosen. The loss is the mean of the last quarter of the steps. Each run is stored in
+docs/results/losses.jsonl as soon as it ends, and is not repeated, so the program can be interrupted; ``--seeds 0`` runs
+nothing. The table is printed at the end; ``--write`` also puts it into docs/losses.md, and what ``gradstats advise``
+rests on into gradstats/analysis/evidence.json: these runs, those to a plateau of the same trainings
+(benchmarks/plateau.py), and what the atlas says of their gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from records import RESULTS, ROOT, Row, by, command, complete, grid, show, stored
+
+from capture.atlas import PIECES, settings_of
+from capture.workloads import WORKLOADS, RunConfig, run
+from capture.workloads.launch import RunFailedError
+from gradstats.analysis.advise import choose
+from gradstats.primitives.ratio import RATIOS
+
+FILE = RESULTS / "losses.jsonl"
+PAGE = "losses.md"
+EVIDENCE = ROOT / "gradstats" / "analysis" / "evidence.json"
+STEPS = 120
+WARM_UP = 12
+"""Steps in which the rate rises; then it falls to zero with a cosine, so that the loss has settled."""
+FACTORS = (0.3333333, 1.0, 3.0)
+LAST = 0.25
+"""Share of the steps, at the end, whose mean loss is judged, as in :class:`gradstats.Trial`."""
+DENSE = "dense"
+
+# Settings of each system; the ratio is set where there is none.
+SYSTEMS: dict[str, dict[str, Any]] = {
+    DENSE: {"compressor": "none", "ratio": 1.0},
+    "dense-bf16": {"compressor": "dense-bf16", "ratio": 1.0},
+    "topk": {"compressor": "topk"},
+    "sidco-p": {"compressor": "sidco-p"},
+    "topk without feedback": {"compressor": "topk", "error_feedback": False},
+    "dense-fp8": {"compressor": "dense-fp8", "ratio": 1.0},
+    "ef-signsgd": {"compressor": "ef-signsgd", "ratio": 1.0},
+}
+CORE = (DENSE, "topk", "dense-bf16")
+UNTUNED = ("dense-bf16",)
+"""Systems that train at the dense rate: they change the last digits alone."""
+
+
+def settings(piece: str, systems: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+    """Yield a piece with every system and ratio."""
+    for system in systems:
+        fixed = SYSTEMS[system].get("ratio")
+        for ratio in RATIOS if fixed is None else (fixed,):
+            yield piece, system, ratio
+
+
+def trials(every: Sequence[tuple[str, str, float]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the cases that choose a learning rate."""
+    for setting in every:
+        if setting[1] not in UNTUNED:
+            yield from ((*setting, factor, 0) for factor in FACTORS)
+
+
+def one(piece: str, system: str, ratio: float, factor: float, seed: int, data: Path | None) -> Row:
+    """Train once, and return the row that is stored."""
+    chosen = settings_of(piece, data) | {"steps": STEPS, "ratio": ratio, "seed": seed}
+    chosen |= {"lr_schedule": "cosine", "lr_warm_up": WARM_UP, "label": ""} | SYSTEMS[system]
+    rate = factor * RunConfig(**chosen).initial_learning_rate
+    row: Row = {"piece": piece, "system": system, "ratio": ratio, "factor": factor, "seed": seed}
+    row |= {"steps": STEPS, "rate": rate}
+    try:
+        result = run(RunConfig(**chosen | {"learning_rate": rate}))
+    except RunFailedError as error:
+        if "finite" not in str(error):
+            raise
+        # a training that diverges is a result
+        return {**row, "problem": str(error)}
+    quarter, tenth = max(1, round(LAST * STEPS)), max(1, STEPS // 10)
+    row |= {"loss": statistics.fmean(result.losses[-quarter:])}
+    row |= {"first": statistics.fmean(result.losses[:tenth])}
+    if result.records:
+        row["bytes"] = statistics.fmean(r["bytes_sent"] for r in result.records)
+    return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def best_factor(rows: Sequence[Row], piece: str, system: str, ratio: float) -> float:
+    """Return the factor of the rate with the lowest loss of seed 0."""
+    if system in UNTUNED:
+        system, ratio = DENSE, 1.0
+    mine = [
+        r for r in rows
+        if (r["piece"], r["system"], r["ratio"], r["seed"]) == (piece, system, ratio, 0)
+    ]  # fmt: skip
+    ends = {r["factor"]: r.get("loss", math.inf) for r in mine}
+    # a loss that is not finite is no candidate
+    return min(FACTORS, key=lambda f: x if math.isfinite(x := ends.get(f, math.inf)) else math.inf)
+
+
+def round7(value: float) -> float:
+    """Return a number as rows have it."""
+    return float(f"{value:.7g}")
+
+
+def trainings(losses: Sequence[Row], atlas: Sequence[Row]) -> list[Row]:
+    """Return what each training cost in loss, and what its gradients are like, as advice takes them."""
+    found: dict[str, Row] = {}
+    for piece in PIECES:
+        runs = [*_short(losses, piece), *_plateau(piece)]
+        if not runs:
+            continue
+        training, optimizer = piece.split("/")
+        # the atlas knows how wide a model is here; where it has not got to, the workload's own width is it
+        known = [r["numel"] for r in atlas if r["piece"] == piece]
+        numel = known[0] if known else WORKLOADS[training].parameters
+        for setting in runs:
+            setting["bytes"] = round7(setting.pop("sent") / (4 * numel))
+        found[piece] = {"training": training, "optimizer": optimizer}
+        found[piece] |= {"properties": _properties(atlas, piece), "runs": runs}
+    return [*found.values()]
+
+
+_PLATEAU = {"resnet8-cifar16/sgd": "resnet8-cifar16", "gpt-pydoc/adamw": "gpt-pydoc"}
+"""Pieces that were trained to a plateau, too."""
+
+
+def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: float) -> Row:
+    settings = SYSTEMS.get(system, {"compressor": system})
+    keeps = settings.get("error_feedback", True) and not system.startswith("dense")
+    row: Row = {"rule": settings["compressor"], "ratio": ratio}
+    row |= {"memory": "residual" if keeps else "none"}
+    row |= {"format": system.partition("-")[2] if system.startswith("dense-") else "float32"}
+    return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
+
+
+def _short(losses: Sequence[Row], piece: str) -> Iterator[Row]:
+    """Yield the settings of a piece that were judged from seeds of their own."""
+    mine = [r for r in losses if r["piece"] == piece and r["seed"]]
+    dense = {r["seed"]: r for r in mine if r["system"] == DENSE}
+    for system, ratio in dict.fromkeys((r["system"], r["ratio"]) for r in mine):
+        pairs = [
+            (r, dense[r["seed"]]) for r in mine
+            if (r["system"], r["ratio"]) == (system, ratio) and r["seed"] in dense
+        ]  # fmt: skip
+        if system == DENSE or not pairs:
+            continue
+        above = [r.get("loss", math.inf) / d["loss"] - 1 for r, d in pairs]
+        # JSON has no infinity; a training that diverged is far above any tolerance
+        above = [min(x, DIVERGED) if math.isfinite(x) else DIVERGED for x in above]
+        yield _run(system, ratio, STEPS, above, pairs[0][0]["bytes"])
+
+
+DIVERGED = 99.0
+"""Relative difference of a loss that is not finite."""
+
+
+def _plateau(piece: str) -> Iterator[Row]:
+    """Yield the settings of a piece that was trained to a plateau."""
+    if piece not in _PLATEAU:
+        return
+    rows = [r for r in stored(RESULTS / f"plateau-{_PLATEAU[piece]}.jsonl") if "loss" in r]
+    dense = {r["seed"]: r for r in rows if r["compressor"] == "none"}
+    for system, ratio in dict.fromkeys((r["compressor"], r["ratio"]) for r in rows):
+        if system not in SYSTEMS or system == DENSE:
+            continue
+        mine = [r for r in rows if (r["compressor"], r["ratio"]) == (system, ratio)]
+        above = [r["loss"] / dense[r["seed"]]["loss"] - 1 for r in mine]
+        yield _run(system, ratio, mine[0]["steps"], above, mine[0]["bytes"])
+
+
+def _properties(atlas: Sequence[Row], piece: str) -> Row:
+    """Return the medians over phases of what the atlas says of a piece's gradients, by kind."""
+    found: Row = {}
+    for kind in ("gradient", "corrected"):
+        rows = [r for r in atlas if (r["piece"], r["kind"]) == (piece, kind)]
+        if rows:
+            each = [
+                {f"energy_{k}": v for k, v in r["energy"].items()}
+                | {"zeros": r["zeros"], "cosine": r["cosine"]}
+                for r in rows
+            ]
+            found[kind] = {n: round7(float(np.median([e[n] for e in each]))) for n in each[0]}
+    return found
+
+
+def held_out(found: Sequence[Row], tolerance: float = 0.02) -> Row:
+    """Return what came of advice that is made for each training without it."""
+    rows = []
+    for mine in found:
+        properties = mine["properties"].get("gradient")
+        if not properties:
+            continue
+        best = choose(
+            "gradient", properties, mine["optimizer"], tolerance, [mine["training"]], among=found
+        )[0]
+        name = f"{mine['training']}/{mine['optimizer']}"
+        row = {"training": name} | {
+            n: best[n] for n in ("rule", "ratio", "memory", "bytes", "high")
+        }
+        above = [
+            x for run in mine["runs"] for x in run["above"]
+            if all(run[n] == best[n] for n in ("rule", "ratio", "memory", "format"))
+        ]  # fmt: skip
+        if best["rule"] == "none":
+            above = [0.0]
+        if above:
+            mean = statistics.fmean(above)
+            rows.append(row | {"above": round(mean, 5), "within": mean <= tolerance})
+    return {
+        "tolerance": tolerance,
+        "of": len(rows),
+        "within": sum(r["within"] for r in rows),
+        "rows": rows,
+    }
+
+
+def table(found: Sequence[Row]) -> str:
+    """Return the losses as Markdown: a row for each training and optimizer, a column for each setting."""
+    columns = dict.fromkeys(_column(r) for t in found for r in t["runs"])
+    heads = " | ".join(f"{column}:" for column in columns)
+    lines = []
+    for each in found:
+        for steps in dict.fromkeys(r["steps"] for r in each["runs"]):
+            mine = {_column(r): r["above"] for r in each["runs"] if r["steps"] == steps}
+            count = max(map(len, mine.values()))
+            name = f"{each['training']}/{each['optimizer']}"
+            lines.append([name, str(steps), str(count), *(_cell(mine.get(c)) for c in columns)])
+    return grid(f"training | steps: | runs: | {heads}", lines)
+
+
+def _column(run: Row) -> str:
+    """Return what a setting is called."""
+    if run["ratio"] == 1:
+        return f"`{run['rule']}`"
+    return f"`{run['rule']}` {run['ratio']:g}" + (
+        " without feedback" if run["memory"] == "none" else ""
+    )
+
+
+def _cell(above: Sequence[float] | None) -> str:
+    if above is None:
+        return "–"
+    if max(above) == DIVERGED:
+        return "diverged"
+    ends = [f"{100 * x:+.1f}".replace("-", "−") for x in (min(above), max(above))]
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def judged(found: Mapping[str, Any]) -> str:
+    """Return what came of held-out advice as Markdown."""
+    heads = "training | advice without it | bytes ÷ dense: | loss above dense, %: | within 2 %"
+    return grid(
+        heads,
+        (
+            [
+                row["training"], _column(row), f"{row['bytes']:.3g}", _cell([row["above"]]),
+                "yes" if row["within"] else "**no**",
+            ]
+            for row in found["rows"]
+        ),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Run what is not stored yet, and show the tables."""
+    parser = command(__doc__, PAGE)
+    parser.add_argument("pieces", nargs="*", default=PIECES, metavar="PIECE")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--seeds", type=int, default=3, help="judge seeds 1 to N; 0 runs nothing")
+    parser.add_argument("--systems", nargs="*", default=CORE, choices=SYSTEMS, metavar="NAME")
+    options = parser.parse_args()
+    key = by("piece", "system", "ratio", "factor", "seed")
+    run_one = partial(one, data=options.data_dir)
+    # piece by piece, so that what is there after an interruption can be compared
+    for piece in options.pieces if options.seeds else ():
+        every = [*settings(piece, options.systems)]
+        rows = complete(FILE, key, trials(every), run_one)
+        judged_by = range(1, options.seeds + 1)
+        cases = [(*each, best_factor(rows, *each), seed) for each in every for seed in judged_by]
+        complete(FILE, key, cases, run_one)
+    found = trainings(stored(FILE), stored(RESULTS / "atlas.jsonl"))
+    made = held_out(found)
+    show({"losses": table(found), "held-out": judged(made)}, options.write, PAGE)
+    if options.write:
+        rest = {k: v for k, v in made.items() if k != "rows"}
+        dump = {"held_out": rest, "trainings": found}
+        EVIDENCE.write_text(json.dumps(dump, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""Which compression to try: what it cost in measured trainings whose gradients are most like these."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Unpack
+
+import numpy as np
+
+from gradstats.analysis.agreement import agreement
+from gradstats.analysis.closest import evenly
+from gradstats.analysis.over import Gradients, shares, subset_of
+from gradstats.analysis.verdicts import Verdict
+from gradstats.analysis.worth import is_adaptive
+from gradstats.errors import InputError
+from gradstats.primitives.ratio import check_number, target_count
+from gradstats.primitives.sketch import Magnitudes
+from gradstats.statistics.fitting import as_magnitudes
+from gradstats.tables import Record, Records, Shown
+from gradstats.trace import Kind
+from gradstats.trace.sources import Source, TraceSource, open_source
+
+__all__ = [
+    "NEAREST",
+    "SENT",
+    "Advice",
+    "advise",
+    "choose",
+    "energy_shares",
+    "evidence",
+    "properties_of",
+]
+
+NEAREST = 5
+"""Measured trainings that a prediction rests on. Of so many and one more that are alike, each is the worst as often: a
+new one is worse than all five in one case of six."""
+_FEWEST = 3
+"""Measured trainings below which nothing is predicted."""
+_MOST_STEPS = 5
+"""Most steps whose properties are taken, evenly spread."""
+_FEWEST_ELEMENTS = 10
+"""Elements of which a share of the energy is taken."""
+_LEAST, _MOST = 1e-4, 1 - 1e-4
+"""Ends of a share before its logit is taken."""
+SENT = ("dense-bf16", "topk")
+"""Compressors that a plan is to price for advice."""
+_ENERGY = (0.01, 0.001)
+_KINDS: tuple[Kind, ...] = ("gradient", "corrected")
+_TRY = "Next: try it on yours with gradstats.Trial, docs/howto/trial.md"
+_SETTING = ("rule", "ratio", "memory", "format")
+# What everything is compared with; it ends where it ends.
+_DENSE: dict[str, Any] = {
+    "rule": "none", "ratio": 1.0, "memory": "none", "format": "float32", "low": 0.0, "high": 0.0, "bytes": 1.0,
+    "evidence": "", "trainings": 0, "runs": 0, "acceptable": True, "reason": "what the others are compared with",
+}  # fmt: skip
+
+
+@cache
+def evidence() -> Mapping[str, Any]:
+    """Return the trainings that were measured, as ``benchmarks/losses.py --write`` stored them.
+
+    Returns
+    -------
+    mapping of str to object
+        ``trainings``, each with training, optimizer, properties by kind, and runs: rule, ratio, memory, format, steps,
+        bytes (share of the dense ones) and above, the relative difference of the final losses to the dense ones, by
+        seed. ``held_out``: what came of advice that was made for each training without it.
+    """
+    text = files("gradstats.analysis").joinpath("evidence.json").read_text(encoding="utf-8")
+    found: Mapping[str, Any] = json.loads(text)
+    return found
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Advice(Shown):
+    """What :func:`advise` recommends to try.
+
+    Attributes
+    ----------
+    rule : str
+        Name for :func:`gradstats.compressors.make_compressor`; ``"none"`` for dense averaging.
+    ratio : float
+        Kept fraction k/d; 1 for dense rules.
+    memory : {"residual", "none"}
+        Whether what is not sent is kept for later steps.
+    format : str
+        Number format of the values that are sent.
+    low, high : float
+        Range of the relative difference of the loss to that of dense training, in the trainings it rests on.
+    records : Records
+        One record of each setting, that which is recommended first: rule, ratio, memory, format, low, high, bytes
+        (share of the dense ones), evidence (the trainings), trainings and runs (how many), reason; speedup, speedup_low
+        and speedup_high where a plan was given.
+    verdict : Verdict
+        The recommendation and its reasons in sentences.
+    """
+
+    rule: str
+    ratio: float
+    memory: str
+    format: str
+    low: float
+    high: float
+    records: Records
+    verdict: Verdict
+
+    def _rows(self) -> Sequence[Record]:
+        return self.records
+
+    def __str__(self) -> str:
+        return str(self.verdict)
+
+
+@shares(Gradients)
+def advise(
+    source: object,
+    plans: Sequence[Record] = (),
+    *,
+    optimizer: str | None = None,
+    tolerance: float = 0.02,
+    without: Sequence[str] = (),
+    **over: Unpack[Gradients],
+) -> Advice:
+    """Recommend a compressor, a ratio, a memory and a number format to try, with reasons.
+
+    Parameters
+    ----------
+    source : str, Path, Trace or Source
+        Trace of the training, or gradients of it.
+    plans : sequence of mapping, optional
+        Records of :func:`gradstats.plan` for one number of workers and one rate: what is no faster than dense is not
+        recommended. Without them the setting that sends least is.
+    optimizer : str, optional
+        Name of the training's optimizer; as the trace has it if None.
+    tolerance : float, optional
+        Relative difference of the loss to dense training that is acceptable.
+    without : sequence of str, optional
+        Measured trainings that the advice is to be made without.
+    **over : Unpack[Gradients]
+        Gradients to look at, as in :class:`gradstats.analysis.over.Gradients`.
+
+    Returns
+    -------
+    Advice
+        The recommendation, and a record of each setting that was measured.
+
+    Raises
+    ------
+    InputError
+        If the source has no gradients, or an option has a wrong value.
+
+    Notes
+    -----
+    A setting is acceptable if it ended within the tolerance in all runs of the :data:`NEAREST` measured trainings with
+    an optimizer of the same kind, adaptive or not, whose gradients are most alike: by the shares of the energy that
+    the largest 1 and 0.1 % have, the share of zeros, and the cosine of the ranks. Short trainings of small models say
+    little of a long one: :class:`gradstats.Trial` tries it.
+    """
+    opened = open_source(source)
+    limit = check_number(tolerance, "tolerance", 0, math.inf)
+    known = {t["training"] for t in evidence()["trainings"]}
+    if unknown := [name for name in without if name not in known]:
+        raise InputError(
+            f"no training {unknown[0]!r} was measured; there are {', '.join(sorted(known))}"
+        )
+    kind, properties = properties_of(opened, over)
+    if optimizer is None and isinstance(opened, TraceSource):
+        stored = opened.trace.attrs.get("optimizer")
+        # metadata are whatever the user wrote
+        optimizer = stored.get("name") if isinstance(stored, Mapping) else None
+    records = choose(kind, properties, optimizer, limit, without, plans)
+    best = records[0]
+    fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
+    return Advice(**fields, records=records, verdict=_said(records, optimizer, bool(plans)))
+
+
+def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, dict[str, float]]:
+    """Return what trainings are compared by, the median over some steps of the first rank.
+
+    Parameters
+    ----------
+    source : Source
+        Gradients.
+    over : Gradients, optional
+        Shared options, which gradients to look at.
+
+    Returns
+    -------
+    kind : Kind
+        Kind that was looked at: the gradient if there is one, else what it is compressed as.
+    properties : dict of str to float
+        Shares of Σg² that the largest 1 and 0.1 % hold, share of zeros, and the mean cosine of the ranks where several
+        whole gradients are known.
+    """
+    keys = subset_of(over or {}).keys(source)
+    kinds = {key[1] for key in keys}
+    # what was not reduced yet, whatever it is called, is what a compressor gets
+    kind = next((k for k in _KINDS if k in kinds), keys[0][1])
+    steps_of: dict[int, list[int]] = {}
+    for rank, of_kind, step in keys:
+        if of_kind == kind:
+            steps_of.setdefault(rank, []).append(step)
+    first = next(iter(steps_of))
+    found: dict[str, list[float]] = {}
+    for step in evenly(sorted(steps_of[first]), _MOST_STEPS):
+        magnitudes = as_magnitudes(source.read(first, kind, step).values)
+        for ratio, share in energy_shares(magnitudes, source.numel, _ENERGY).items():
+            found.setdefault(f"energy_{ratio:g}", []).append(share)
+        found.setdefault("zeros", []).append(1 - magnitudes.count / source.numel)
+    properties = {name: float(np.median(values)) for name, values in found.items()}
+    common = sorted(set.intersection(*map(set, steps_of.values())))
+    if len(steps_of) > 1 and common and not source.sketched(first, kind):
+        # the last record is that of all steps and the whole gradient
+        compared = agreement(source, kinds=[kind], steps=evenly(common, _MOST_STEPS))
+        properties["cosine"] = compared[-1]["cosine"]
+    return kind, properties
+
+
+def energy_shares(
+    magnitudes: Magnitudes, numel: int, ratios: Iterable[float]
+) -> dict[float, float]:
+    """Return the share of Σg² that the largest elements hold.
+
+    Parameters
+    ----------
+    magnitudes : Magnitudes
+        Magnitudes of a gradient.
+    numel : int
+        Its elements, zeros included.
+    ratios : iterable of float
+        Kept fractions k/d.
+
+    Returns
+    -------
+    dict of float to float
+        Share by ratio, of those that leave ten elements; empty where the squares have no finite sum.
+    """
+    # squares beyond the range of float64 sum to infinity, of which nothing has a share
+    if not (magnitudes.count and (total := magnitudes.count * magnitudes.mean_square) < math.inf):
+        return {}
+    counts = {ratio: target_count(ratio, numel) for ratio in ratios}
+    return {
+        ratio: float(np.square(magnitudes.largest(k)).sum()) / total
+        for ratio, k in counts.items()
+        if k >= _FEWEST_ELEMENTS
+    }
+
+
+def choose(
+    kind: Kind,
+    properties: Mapping[str, float],
+    optimizer: str | None,
+    tolerance: float,
+    without: Sequence[str] = (),
+    plans: Sequence[Record] = (),
+    among: Sequence[Mapping[str, Any]] | None = None,
+) -> Records:
+    """Return every measured setting with what it cost in the trainings most alike, the recommended one first.
+
+    Parameters
+    ----------
+    kind : Kind
+        Kind that the properties are of.
+    properties : mapping of str to float
+        As :func:`properties_of` returns them.
+    optimizer : str or None
+        Name of the optimizer; trainings with both kinds count if it is not known.
+    tolerance : float
+        Relative difference of the loss that is acceptable.
+    without : sequence of str, optional
+        Trainings to leave out.
+    plans : sequence of mapping, optional
+        Records of a plan.
+    among : sequence of mapping, optional
+        Trainings that were measured; those of :func:`evidence` if None.
+
+    Returns
+    -------
+    Records
+        As :attr:`Advice.records`.
+    """
+    measured = evidence()["trainings"] if among is None else among
+    candidates = [t for t in measured if t["training"] not in without]
+    far = _distances(kind, properties, candidates)
+    families = (False, True) if optimizer is None else (is_adaptive(optimizer),)
+    settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for adaptive in families:
+        mine = [t for t in candidates if is_adaptive(t["optimizer"]) is adaptive]
+        mine.sort(key=lambda t: far[id(t)])
+        for training in mine:
+            for run in training["runs"]:
+                key = tuple(run[n] for n in _SETTING)
+                rows = settings.setdefault(key, [])
+                if sum(r["adaptive"] is adaptive for r in rows) < NEAREST:
+                    name = f"{training['training']}/{training['optimizer']}"
+                    rows.append(run | {"of": name, "adaptive": adaptive})
+    records = Records([dict(_DENSE)])
+    for key, rows in settings.items():
+        records.append(dict(zip(_SETTING, key, strict=True)) | _judged(rows, tolerance))
+    for record in records:
+        record |= _planned(record, plans)
+    # what a plan does not call faster is not worth a doubt; of the others the fastest, or without a plan the smallest
+    good = [r for r in records if r["acceptable"] and (not plans or r["speedup_low"] > 1)]
+    cost = (lambda r: -r["speedup"]) if plans else (lambda r: r["bytes"])
+    best = min(good, key=cost, default=records[0])
+    return Records([best, *sorted((r for r in records if r is not best), key=lambda r: r["bytes"])])
+
+
+def _distances(
+    kind: Kind, properties: Mapping[str, float], candidates: Sequence[Mapping[str, Any]]
+) -> dict[int, float]:
+    """Return how far each training's gradients are from some properties, infinite where nothing is known of them."""
+    known = {id(t): _scales(t["properties"].get(kind, {})) for t in candidates}
+    mine = _scales(properties)
+    # in units of how much trainings differ
+    spread = {
+        name: float(np.std([p[name] for p in known.values() if name in p])) or 1.0
+        for name in mine
+        if any(name in p for p in known.values())
+    }
+    found = {}
+    for each, theirs in known.items():
+        common = [n for n in spread if n in theirs]
+        squares = [((mine[n] - theirs[n]) / spread[n]) ** 2 for n in common]
+        found[each] = math.sqrt(float(np.mean(squares))) if squares else math.inf
+    return found
+
+
+def _scales(properties: Mapping[str, float]) -> dict[str, float]:
+    """Return properties on scales on which equal differences mean as much: shares as logits."""
+    found = {}
+    for name, value in properties.items():
+        if name != "cosine":
+            share = min(max(value, _LEAST), _MOST)
+            value = math.log(share / (1 - share))
+        found[name] = value
+    return found
+
+
+def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, Any]:
+    """Return what a setting cost in some trainings."""
+    above = [(value, row["of"]) for row in rows for value in row["above"]]
+    trainings = list(dict.fromkeys(row["of"] for row in rows))
+    (low, _), (high, worst) = min(above), max(above)
+    enough = len(trainings) >= _FEWEST
+    acceptable = enough and high <= tolerance
+    if not enough:
+        reason = f"in fewer than {_FEWEST} such trainings"
+    elif acceptable:
+        reason = f"within {100 * tolerance:g} % in all of them"
+    else:
+        reason = f"up to {_percent(high)} from dense, in {worst}"
+    return {
+        "low": low,
+        "high": high,
+        "bytes": float(np.median([row["bytes"] for row in rows])),
+        "evidence": ", ".join(trainings),
+        "trainings": len(trainings),
+        "runs": len(above),
+        "acceptable": acceptable,
+        "reason": reason,
+    }
+
+
+def _planned(record: Record, plans: Sequence[Record]) -> dict[str, float]:
+    """Return what a plan says of a setting; NaN where it says nothing."""
+    names = ("speedup", "speedup_low", "speedup_high")
+    for plan in plans:
+        if (plan["compressor"], plan["ratio"] or 1.0) == (record["rule"], record["ratio"]):
+            return {name: plan[name] for name in names}
+    return dict.fromkeys(names, math.nan)
+
+
+def _said(records: Sequence[Record], optimizer: str | None, planned: bool) -> Verdict:
+    """Return the recommendation in sentences, a line each."""
+    best, *others = records
+    like = "" if optimizer is None else f" with optimizers like {optimizer}"
+    known = [r for r in others if r["trainings"] >= _FEWEST]
+    if not known:
+        return Verdict(
+            "Not known", f"Fewer than {_FEWEST} trainings{like} were measured. {_TRY}", True
+        )
+    if best["rule"] == "none":
+        headline = "Don't compress"
+        if any(r["acceptable"] for r in known):
+            said = "By the plan no setting that kept the loss is faster than dense averaging."
+        else:
+            most = max(known, key=lambda r: r["bytes"])
+            said = f"No setting kept the loss in measured trainings{like}: {_setting(most)} ended {most['reason']}."
+    else:
+        headline = f"Try {_setting(best)}"
+        count = best["trainings"]
+        said = (
+            f"In the {count} measured trainings{like} whose gradients are most like these ({best['evidence']}; "
+            f"{best['runs']} runs) it ended {_percent(best['low'])} to {_percent(best['high'])} from the dense loss: "
+            f"expect yours to be above all of them in one case of {count + 1}."
+        )
+        if planned:
+            said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
+        less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
+        if less:
+            said += f" {_setting(less[-1])} ended {less[-1]['reason']}."
+    held = evidence()["held_out"]
+    kept = (
+        f"Made for each measured training without it, such advice ended within {100 * held['tolerance']:g} % of dense "
+        f"in {held['within']} of {held['of']}; these are short trainings of small models."
+    )
+    return Verdict(headline, "\n".join((said, kept, _TRY)))
+
+
+def _setting(record: Record) -> str:
+    """Return a setting in words."""
+    said = f"{record['rule']}"
+    if record["ratio"] < 1:
+        said += f" at ratio {record['ratio']:g}"
+        said += (
+            " with error feedback" if record["memory"] == "residual" else " without error feedback"
+        )
+    return said
+
+
+def _percent(share: float) -> str:
+    # adding 0.0 makes a negative zero plain
+    digits = 1 if abs(share) < 0.1 else 0
+    return f"{round(100 * share, digits) + 0.0:+.{digits}f} %".replace("-", "−")

@@ -1,0 +1,108 @@
+"""The command that says which compression to try: ``advise``."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradstats.cli.options import FormatOption, OutputOption, SourceArgument
+from gradstats.cli.output import emit, note
+from gradstats.cli.plan import assumed_link, cluster_of
+from gradstats.errors import InputError
+
+__all__ = ["advise"]
+
+
+def advise(  # numpydoc ignore=PR01
+    source: SourceArgument,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="Link between the workers: 1gbit, 10gbit, 100gbit, wan, or another rate. What is no faster than dense "
+            "over it is not recommended.",
+            metavar="LINK",
+        ),
+    ] = None,
+    rtt: Annotated[
+        str | None,
+        typer.Option(help="Round trip between two workers of --link: 20ms, 80us.", metavar="TIME"),
+    ] = None,
+    network: Annotated[
+        Path | None,
+        typer.Option(
+            help="In place of --link, a measured cluster, as for `gradstats plan`.",
+            metavar="network.json",
+        ),
+    ] = None,
+    compute: Annotated[
+        float | None,
+        typer.Option(
+            help="Time of a step of one worker without its exchange; needed with --link.",
+            metavar="SECONDS",
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Number of workers.", min=2)] = 8,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the training's optimizer; as the trace has it if absent.", metavar="NAME"
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Share of the dense loss that may be lost.", min=0)
+    ] = 0.02,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out a measured training (repeatable).", metavar="TRAINING"),
+    ] = None,
+    format: FormatOption = "table",
+    output: OutputOption = None,
+) -> None:
+    """Recommend a compressor, a ratio, a memory and a number format to try, with reasons.
+
+    It is what kept the loss of dense training in the measured trainings whose gradients are most like these. low and
+    high: how far the loss ended from dense there; bytes: what is sent, as a share of dense.
+    """
+    from gradstats import network as networks
+    from gradstats.analysis.advise import SENT, advise
+    from gradstats.primitives.ratio import RATIOS
+    from gradstats.trace.sources import open_sources
+
+    sources = open_sources(source)
+    if len(sources) > 1:
+        raise InputError(f"{source} holds several traces; give one of them")
+    plans: list[dict[str, object]] = []
+    if link is not None or network is not None:
+        if compute is None:
+            raise InputError(
+                "a plan for a link needs --compute, the seconds of a step without its exchange"
+            )
+        cluster = cluster_of(network, link, rtt, sources[0].numel, [*RATIOS], SENT, False)
+        plans = networks.plan(sources[0], cluster, compute, [workers], RATIOS, SENT)
+        if link is not None:
+            note(assumed_link(cluster))
+    elif rtt is not None or compute is not None:
+        raise InputError("--rtt and --compute are of a link: give --link, or --network")
+    found = advise(
+        sources[0], plans, optimizer=optimizer, tolerance=tolerance, without=without or ()
+    )
+    columns = ["rule", "ratio", "memory", "format", "low", "high", "runs", "bytes", "reason"]
+    if plans:
+        columns.insert(-1, "speedup")
+    width = shutil.get_terminal_size().columns
+    if format == "table" and output is None:
+        typer.echo(f"{found.verdict.headline}.\n")
+        for line in found.verdict.numbers.split("\n"):
+            typer.echo(textwrap.fill(line, width, break_on_hyphens=False) + "\n")
+    emit(
+        found.records,
+        format,
+        output,
+        columns=columns,
+        title="Settings that were measured",
+        group_by=(),
+    )

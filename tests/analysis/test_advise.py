@@ -1,0 +1,201 @@
+"""Advice: which trainings are alike, what they allow, what a plan forbids, and what is said."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support.terminal import records, run
+from support.traces import LAYERS, write
+
+import gradstats
+from gradstats.analysis import advise
+from gradstats.errors import InputError
+from gradstats.trace import create_trace
+from gradstats.trace.sources import open_source
+
+ALIKE = {"energy_0.01": 0.5, "energy_0.001": 0.2, "zeros": 0.0, "cosine": 0.3}
+
+
+def training(name, optimizer="sgd", energy=0.5, **above):
+    """Return a training whose top-k ended so far above dense, at 0.1 and 0.01."""
+    settings = {
+        ("dense-bf16", 1.0, "none", "bfloat16"): ([0.001], 0.5),
+        ("topk", 0.1, "residual", "float32"): (above.get("tenth", [0.0, 0.01]), 0.2),
+        ("topk", 0.01, "residual", "float32"): (above.get("hundredth", [0.05, 0.06]), 0.02),
+    }
+    names = ("rule", "ratio", "memory", "format")
+    runs = [
+        dict(zip(names, key, strict=True)) | {"steps": 10, "above": values, "bytes": size}
+        for key, (values, size) in settings.items()
+    ]
+    properties = {"gradient": ALIKE | {"energy_0.01": energy}}
+    return {"training": name, "optimizer": optimizer, "properties": properties, "runs": runs}
+
+
+def near(count, **given):
+    return [training(f"near{i}", **given) for i in range(count)]
+
+
+def two_ranks(folder):
+    """Return a trace of the same steps of two ranks."""
+    create_trace(folder / "t.zarr", LAYERS, world_size=2)
+    for rank in range(2):
+        write(folder / "t.zarr", [0, 1], rank=rank)
+    return str(folder / "t.zarr")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    def give(trainings):
+        held = {"tolerance": 0.02, "within": 7, "of": 9}
+        monkeypatch.setattr(advise, "evidence", lambda: {"trainings": trainings, "held_out": held})
+        return trainings
+
+    return give
+
+
+def chosen(optimizer="SGD", tolerance=0.02, **given):
+    return advise.choose("gradient", ALIKE, optimizer, tolerance, **given)
+
+
+def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measured):
+    measured(near(6))
+    best, *others = chosen()
+    assert (best["rule"], best["ratio"], best["memory"]) == ("topk", 0.1, "residual")
+    assert (best["low"], best["high"]) == (0.0, 0.01)
+    # of six trainings the five nearest count, with two runs each
+    assert (best["trainings"], best["runs"]) == (5, 10)
+    assert [(r["rule"], r["ratio"]) for r in others] == [
+        ("topk", 0.01),
+        ("dense-bf16", 1.0),
+        ("none", 1.0),
+    ]
+    assert others[0]["reason"].startswith("up to +6.0 % from dense, in near")
+    assert chosen(tolerance=0.06)[0]["ratio"] == 0.01
+    assert chosen(tolerance=0.005)[0]["rule"] == "dense-bf16"
+    assert chosen(tolerance=0.0001)[0]["rule"] == "none"
+
+
+def test_the_nearest_trainings_count_and_no_others(measured):
+    far = [training(f"far{i}", energy=0.99, tenth=[0.5]) for i in range(5)]
+    measured([*far, *near(5)])
+    assert chosen()[0]["evidence"] == ", ".join(f"near{i}/sgd" for i in range(5))
+    assert chosen()[0]["ratio"] == 0.1
+    # one of the far ones is among the five without a near one
+    left = chosen(without=["near2"])
+    assert left[0]["rule"] == "dense-bf16"
+    assert "far" in next(r for r in left if r["ratio"] == 0.1)["evidence"]
+    measured(far[:2] + near(2))
+    assert chosen()[0]["rule"] == "dense-bf16"
+    measured(near(2))
+    assert [r["reason"] for r in chosen()[1:]] == ["in fewer than 3 such trainings"] * 3
+    assert chosen()[0]["rule"] == "none"
+
+
+def test_trainings_count_with_optimizers_of_their_own_kind(measured):
+    measured([*near(5), *near(5, optimizer="adamw", tenth=[0.2])])
+    assert chosen("SGD")[0]["ratio"] == 0.1
+    assert chosen("FusedAdam")[0]["rule"] == "dense-bf16"
+    assert all("sgd" not in r["evidence"] for r in chosen("AdamW"))
+    # of an unknown one both
+    unknown = chosen(None)
+    assert unknown[0]["rule"] == "dense-bf16"
+    assert unknown[0]["trainings"] == 10
+
+
+def test_what_is_no_faster_is_not_recommended(measured):
+    measured(near(5))
+
+    def plan(compressor, ratio, speedup, low):
+        names = ("compressor", "ratio", "speedup", "speedup_low", "speedup_high")
+        return dict(zip(names, (compressor, ratio, speedup, low, 2 * speedup), strict=True))
+
+    plans = [
+        plan("topk", 0.1, 1.5, 1.2),
+        plan("topk", 0.01, 3.0, 2.0),
+        plan("dense-bf16", None, 1.8, 1.4),
+    ]
+    # faster, although it sends more
+    assert chosen(plans=plans)[0]["rule"] == "dense-bf16"
+    assert chosen(plans=plans[:2])[0]["ratio"] == 0.1
+    slow = [plan("topk", 0.1, 1.1, 0.9), plan("dense-bf16", None, 0.9, 0.8)]
+    found = chosen(plans=slow)
+    assert found[0]["rule"] == "none"
+    assert "is faster than dense" in str(advise._said(found, "SGD", True))
+
+
+def test_it_is_said_with_its_evidence(measured):
+    measured(near(6))
+    verdict = advise._said(chosen(), "SGD", False)
+    assert verdict.headline == "Try topk at ratio 0.1 with error feedback"
+    evidence, held, following = verdict.numbers.split("\n")
+    assert "In the 5 measured trainings with optimizers like SGD" in evidence
+    assert "(near0/sgd, near1/sgd, near2/sgd, near3/sgd, near4/sgd; 10 runs)" in evidence
+    assert "it ended +0.0 % to +1.0 % from the dense loss" in evidence
+    assert "in one case of 6" in evidence
+    assert (
+        "topk at ratio 0.01 with error feedback ended up to +6.0 % from dense, in near" in evidence
+    )
+    assert "within 2 % of dense in 7 of 9" in held
+    assert "gradstats.Trial" in following
+    nothing = advise._said(chosen(tolerance=0.0001), "SGD", False)
+    assert nothing.headline == "Don't compress"
+    assert "dense-bf16 ended up to +0.1 % from dense" in nothing.numbers
+    measured([])
+    assert advise._said(chosen(), "SGD", False).headline == "Not known"
+    assert advise._said(chosen(), "SGD", False).warn
+
+
+def test_properties_are_those_of_the_gradients(tmp_path):
+    values = np.zeros(100_000, np.float32)
+    values[:1000] = 1.0
+    values[:100] = 3.0
+    kind, found = advise.properties_of(open_source(values))
+    assert kind == "gradient"
+    # 1,000 elements have all of it, the 100 largest 900 of 1,800
+    assert found["energy_0.01"] == pytest.approx(1, rel=1e-3)
+    assert found["energy_0.001"] == pytest.approx(0.5, rel=1e-3)
+    assert found["zeros"] == pytest.approx(0.99)
+    assert "cosine" not in found
+
+
+def test_traces_know_their_ranks_and_optimizer(tmp_path, measured):
+    path = two_ranks(tmp_path)
+    kind, found = advise.properties_of(open_source(path))
+    expected = gradstats.agreement(path, kinds=[kind])[-1]["cosine"]
+    assert found["cosine"] == pytest.approx(expected)
+    measured(near(5))
+    advice = gradstats.advise(path)
+    assert (advice.rule, advice.ratio) == (advice.records[0]["rule"], advice.records[0]["ratio"])
+    assert advice.summary()["rule"].tolist()[0] == advice.rule
+    with pytest.raises(InputError, match="no training 'nope' was measured; there are near0"):
+        gradstats.advise(path, without=["nope"])
+    with pytest.raises(InputError, match="tolerance"):
+        gradstats.advise(path, tolerance=-1)
+
+
+def test_the_evidence_in_the_package_is_sound():
+    found = advise.evidence()
+    assert found["held_out"]["within"] <= found["held_out"]["of"] <= len(found["trainings"])
+    for each in found["trainings"]:
+        for setting in each["runs"]:
+            assert setting["above"]
+            assert all(map(math.isfinite, setting["above"]))
+            assert 0 < setting["bytes"] <= 1
+            assert (setting["ratio"] < 1) == (setting["rule"] in ("topk", "sidco-p"))
+
+
+def test_the_command_says_and_stores_it(measured, tmp_path):
+    measured(near(6))
+    path = two_ranks(tmp_path)
+    said = run("advise", path, "--optimizer", "SGD").stdout
+    assert said.startswith("Try topk at ratio 0.1 with error feedback.")
+    rows = records("advise", path, "--optimizer", "SGD")
+    fields = {"rule", "ratio", "memory", "format", "reason", "low", "high", "evidence"}
+    assert fields <= set(rows[0])
+    assert rows[0]["rule"] == "topk"
+    failed = run("advise", path, "--link", "1gbit")
+    assert failed.returncode == 2
+    assert "--compute" in failed.stderr
