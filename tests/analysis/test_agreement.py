@@ -11,7 +11,7 @@ from scipy.stats import betabinom
 from support.terminal import records, run
 
 import gradstats
-from gradstats.analysis.agreement import batch_sentence
+from gradstats.analysis.verdicts import batch_sentence
 from gradstats.errors import InputError, TraceError
 from gradstats.statistics.resampling import ratio_interval
 from gradstats.statistics.union import UnionGrowth, fit_union
