@@ -132,7 +132,7 @@ def _spread(measured: Measured, kind: Kind) -> Verdict:
     numel, ratio = measured.source.numel, 0.01
     energy = [r for r in _of(measured.energy, kind) if ratio in r["shares"]]
     shares = {r["step"]: r["shares"][ratio] for r in energy}
-    return uneven(shares, ratio, _even(numel, ratio), numel)
+    return uneven(shares, ratio, _even(numel, ratio) if shares else math.nan, numel)
 
 
 def _tail(measured: Measured, kind: Kind) -> Verdict:
