@@ -13,7 +13,6 @@ module of that name.)
 
 from __future__ import annotations
 
-import gc
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -198,7 +197,6 @@ def measure(case: Case, replications: int) -> list[Row]:
     """Simulate a case; return a row for each quantity."""
     seen: dict[str, list[tuple[bool, bool, bool]]] = {}  # given, all too low, all too high
     kinds: dict[str, str] = {}
-    gc.freeze()  # multipletests of statsmodels collects at every call
     for i in range(replications):
         for quantity, answer in case.ask(np.random.default_rng([case.seed, i])).items():
             if isinstance(answer, Said | Seen):

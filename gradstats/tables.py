@@ -724,6 +724,18 @@ _TEX = {c: f"\\{c}" for c in "_%&#${}"} | {
 _SPECIAL = re.compile("|".join(map(re.escape, sorted(_TEX, key=len, reverse=True))))
 
 
+def format_rate(rate: float) -> str:
+    """Return a rate as text, with three significant digits.
+
+    Parameters
+    ----------
+    rate : float
+        Rate in Mbit/s, as in the records of :func:`gradstats.network.plan`.
+    """
+    # rounded to three digits first; .7g then writes them without an exponent below 10^7
+    return f"{float(f'{rate:.3g}'):,.7g} Mbit/s"
+
+
 def _tex(text: str) -> str:
     """Return a text for LaTeX, which shows it as it is; of numbers the sign is a minus, and a power of ten a power."""
     pieces, at = [], 0

@@ -292,3 +292,32 @@ def test_every_public_name_exists_and_is_documented(package):
     with pytest.raises(AttributeError, match="nonsense"):
         package.nonsense  # noqa: B018
     assert set(package.__all__) <= set(dir(package))
+
+
+VERDICTS = "gradstats.analysis.verdicts"
+# What is said of how a program works, and not of data: errors and notices.
+NOTICES = {"gradstats.errors", "gradstats.console", "gradstats.hooks", "gradstats.primitives"}
+NOTICES |= {"gradstats.cli", "capture.room"}
+
+
+def test_verdicts_are_made_in_one_place():
+    """Only there is a ``Verdict`` made, and a function that says something of data; a property ``verdict`` asks it."""
+    elsewhere = []
+    for name, path in MODULES.items():
+        if (name + ".").startswith(VERDICTS + "."):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Verdict":
+                elsewhere.append(f"{name}:{node.lineno} makes a Verdict")
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            says = (ast.get_docstring(node) or "").startswith("Say ")
+            if says and not any((name + ".").startswith(n + ".") for n in NOTICES):
+                elsewhere.append(f"{name}.{node.name} says something")
+            if node.name == "verdict":
+                _, *body = node.body  # after the docstring
+                asks = [s for s in body if isinstance(s, ast.Return)] == body
+                words = [c for c in ast.walk(node) if isinstance(c, ast.JoinedStr)]
+                if not asks or words:
+                    elsewhere.append(f"{name}.{node.name} has words of its own")
+    assert not elsewhere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -20,11 +20,11 @@ from gradstats.primitives.ratio import check_count, check_ratio, target_count
 from gradstats.statistics.noise import noise_and_signal
 from gradstats.statistics.resampling import mean_interval, ratio_interval
 from gradstats.statistics.union import fit_union
-from gradstats.tables import Records, format_value
+from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, TraceSource, layer_parts, open_source
 
-__all__ = ["agreement", "batch_sentence", "each_step"]
+__all__ = ["agreement", "each_step"]
 
 # noise and signal are not among them: a mean of ratios is biased, so means are taken before the ratio
 _OVER_STEPS = ("cosine", "signs", "overlap", "union", "union_low", "union_high", "explained")
@@ -296,39 +296,3 @@ def _record(
         "batch": batch,
         "reason": reason,
     }
-
-
-def batch_sentence(record: Mapping[str, Any]) -> str:
-    """Say how the batch of a run lies to the noise scale over its steps.
-
-    Parameters
-    ----------
-    record : mapping
-        Record of :func:`agreement` over all steps, of kind ``gradient``.
-
-    Returns
-    -------
-    str
-        The sentence, which claims a side only where the whole interval lies there.
-    """
-    # all ranks together take one step, so the batch of a step is that of all of them
-    batch, low, high = record["world"] * (record["batch"] or 1), record["low"], record["high"]
-    unit = "samples" if record["batch"] else "batches of one rank"
-    # NaN is no interval; infinite is one without an upper end
-    if math.isnan(low):
-        return f"whether a larger batch than {batch:,} {unit} would pay is not known: {record['reason']}"
-    ends = f"{format_value(low)} to {format_value(high)} {unit}"
-    if batch < low:
-        return (
-            f"a larger batch would pay: that of all ranks, {batch:,} {unit}, is below the noise scale of {ends}, up "
-            "to which twice the batch needs about half the steps"
-        )
-    if batch > high:
-        return (
-            f"a larger batch would bring little: that of all ranks, {batch:,} {unit}, is above the noise scale of "
-            f"{ends}, beyond which more samples hardly save steps"
-        )
-    return (
-        f"the batch of all ranks, {batch:,} {unit}, is about the noise scale of {ends}: whether more would pay is not "
-        "known"
-    )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gradstats.analysis.causes import Measured, explain
 from gradstats.analysis.over import Spread, shares
 from gradstats.analysis.pieces import PIECE, Key, Submit, evaluate
+from gradstats.analysis.verdicts import first_difference
 from gradstats.errors import InputError
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import check_number
@@ -45,20 +46,7 @@ class Comparison(Records):
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
-        only = "; ".join(
-            f"{len(names)} {'is' if len(names) == 1 else 'are'} only in {side}: {', '.join(names[:3])}"
-            + (", …" if len(names) > 3 else "")
-            for side, names in zip("AB", self.unmatched, strict=True)
-            if names
-        )
-        if self.first is None and only:
-            return (
-                f"no difference beyond the tolerance in the parameters that both have, but {only}"
-            )
-        if self.first is None:
-            return "no difference beyond the tolerance"
-        where = ", ".join(f"{n} {self.first[n]}" for n in ("step", "rank", "kind", "layer"))
-        return f"first difference: {where}; likely cause: {self.first['cause']}"
+        return first_difference(self.first, self.unmatched)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.analysis.verdicts import what_changed
 from gradstats.console import followed, no_progress
 from gradstats.errors import InputError, TraceError, unknown
 from gradstats.primitives.arrays import as_numpy
@@ -20,7 +21,7 @@ from gradstats.primitives.ratio import check_number
 from gradstats.primitives.sketch import sketch
 from gradstats.statistics.fitting import Fit
 from gradstats.statistics.several import fit_all
-from gradstats.tables import Records, format_bytes, format_value
+from gradstats.tables import Records
 from gradstats.trace import Layer
 from gradstats.trace.files import some
 from gradstats.trace.source import Source
@@ -58,25 +59,7 @@ class Delta(Records):
     @property
     def verdict(self) -> str:
         """The result in one sentence: of neighbours, over all weights."""
-        whole = next(r for r in self if r["layer"] == "all")
-        sizes = {n.removeprefix("bytes_"): v for n, v in whole.items() if n.startswith("bytes_")}
-        best = min(sizes, key=sizes.__getitem__)
-        share = f"{100 * whole['changed']:.3g} % of the weights differ"
-        if whole["dtype"] != "bf16":
-            share += f", {100 * whole['changed_bf16']:.3g} % in bf16"
-        if not whole["changed"]:
-            return "no weight differs"
-        known = "" if math.isnan(whole["predicted"]) else _predicted(whole)
-        return (
-            f"{share}{known}; the shortest message is {best}: {format_bytes(sizes[best])} of "
-            f"{format_bytes(whole['bytes'])}, "
-            f"{format_value(8 * sizes[best] / whole['numel'])} bits a weight"
-        )
-
-
-def _predicted(whole: Mapping[str, Any]) -> str:
-    what = whole["law"] if whole["law"] != "rate" else "updates of this rate"
-    return f" ({100 * whole['predicted']:.3g} % predicted from {what})"
+        return what_changed(next(r for r in self if r["layer"] == "all"))
 
 
 def delta(

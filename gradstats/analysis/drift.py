@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
@@ -27,14 +27,14 @@ from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
 from gradstats.statistics.slopes import slope, uneven_slope
 from gradstats.statistics.solution import FitError
-from gradstats.tables import Drift, Records, format_uncertain, format_value
+from gradstats.tables import Drift, Records
 from gradstats.trace.sources import Source, Subset, TraceSource, open_source
 
 if TYPE_CHECKING:
     import xarray
 
 __all__ = [
-    *("FEWEST_STEPS", "QUANTITIES", "Quantity", "dataset_of", "drift", "drift_records", "movement"),
+    *("FEWEST_STEPS", "QUANTITIES", "Quantity", "dataset_of", "drift", "drift_records"),
     "over_training",
 ]
 
@@ -483,35 +483,3 @@ def _trend(
             found = kpss(y, regression="ct", nlags="auto", result_object=False)
             result["kpss_p"] = float(found[1])
     return result
-
-
-def movement(record: Mapping[str, Any]) -> str:
-    """Say how a quantity moves over a run: the change that is fitted, where its interval leaves no doubt of its side.
-
-    Parameters
-    ----------
-    record : mapping
-        Record of :func:`drift_records`.
-
-    Returns
-    -------
-    str
-        Such as "mean × 0.62 (0.55 to 0.70) from the first step to the last, fitted".
-    """
-    name, n = record["quantity"], record["n"]
-    change, low, high = (record[f] for f in _TOTAL)
-    if math.isnan(change):
-        low, high = (format_value(record[end]) for end in ("low", "high"))
-        text = f"{name} is {low}" if low == high else f"{name} between {low} and {high}"
-        if n >= FEWEST_STEPS:
-            return f"{text}, the same at all {n} steps"
-        many = f"are {n}" if n > 1 else "is one"
-        return f"{text}; a trend takes {FEWEST_STEPS} steps, and here {many}"
-    sign = "× " if record["relative"] else ""
-    size = f"{sign}{format_value(change)}"
-    if math.isnan(low):
-        return f"{name}: no trend is told; what the line ({size}) leaves wanders like a random walk, or nearly"
-    text = f"{sign}{format_uncertain(change, low, high)} from the first step to the last, fitted"
-    # no change is a factor of 1, or a difference of 0
-    none = float(record["relative"])
-    return f"{name} {text}" if not low <= none <= high else f"{name}: no trend is told, {text}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args
 
 import numpy as np
 
 from gradstats.analysis.over import Spread, shares, subset_of
 from gradstats.analysis.pieces import Submit, evaluate
+from gradstats.analysis.verdicts import smallest_format
 from gradstats.errors import InputError, TraceError, unknown
 from gradstats.primitives.arrays import CHUNK, numel_of
 from gradstats.primitives.ratio import (
@@ -19,7 +20,7 @@ from gradstats.primitives.ratio import (
     check_seed,
     check_several,
 )
-from gradstats.tables import Records, format_value
+from gradstats.tables import Records
 from gradstats.thresholds import EstimatorName, make_estimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
@@ -92,31 +93,7 @@ class Wire(Records):
         str
             The sentence.
         """
-        best, some = self.smallest(error, kind=kind), self._deciding(kind, "all")
-        # a gradient of zeros has no error
-        known = [r for r in some if not math.isnan(r["worst"])]
-        if not known:
-            return "no format changes a gradient that is zero"
-        shown = best or min(known, key=lambda r: r["worst"])
-        what = f"the sum of {shown['ranks']} ranks" if shown["ranks"] > 1 else "the gradient"
-        bits = f"{format_value(shown['bits'])} bits an element"
-        # where not all is sent, what is left out is an error no format can lower
-        if shown["ratio"] < 1:
-            return (
-                f"{shown['ratio']:g} of the elements in {_named(shown)}, for {bits} of the gradient with positions, "
-                f"leave a relative squared error of {format_value(shown['error'])} in {what}, of which "
-                f"{format_value(shown['dropped'])} is what is not sent"
-            )
-        if best is None:
-            return (
-                f"no format that was tried keeps the relative squared error of {what} below {error:g}; "
-                f"{_named(shown)} comes closest, with {format_value(shown['worst'])} at {bits}"
-            )
-        return (
-            f"the smallest format that keeps the relative squared error of {what} below {error:g} is {_named(shown)}: "
-            f"{bits}, an error of {format_value(shown['error'])} on average, and {format_value(shown['worst'])} at "
-            "worst"
-        )
+        return smallest_format(self.smallest(error, kind=kind), self._deciding(kind, "all"), error)
 
     def _deciding(self, kind: str | None, layer: str) -> list[dict[str, Any]]:
         """Return the records that answer for a layer: those of the sum of ranks, where there are any."""
@@ -129,18 +106,6 @@ class Wire(Records):
         # a sum of ranks is what the training gets; one by one they are only its parts
         ranks = max(r["ranks"] for r in some)
         return [r for r in some if r["ranks"] == ranks]
-
-
-def _named(record: Mapping[str, Any]) -> str:
-    """Return a record's format with what is not plain about it."""
-    parts = [record["format"]]
-    if record["scale"] == "tensor":
-        parts.append("with one scale")
-    if record["rounding"] != "nearest":
-        parts.append("rounded at random")
-    if record["rotation"]:
-        parts.append(f"rotated by {record['rotation']}")
-    return " ".join(parts)
 
 
 @shares(Spread)

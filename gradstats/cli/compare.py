@@ -8,6 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from gradstats.cli.options import (
+    EverythingOption,
     FormatOption,
     KindOption,
     LayerOption,
@@ -92,12 +93,11 @@ def compare(  # numpydoc ignore=PR01
             client=client,
             on_progress=lambda: bar.advance(task),
         )
-    COMPARE.emit(found, format, output)
+    COMPARE.emit(found, format, output, [found.verdict[0].upper() + found.verdict[1:] + "."])
     if format == "table":
         for name, only in zip((a, b), found.unmatched, strict=True):
             if only:
                 note(f"only in {name}: {', '.join(only[:5])}{', …' if len(only) > 5 else ''}")
-        note(found.verdict[0].upper() + found.verdict[1:] + ".")
 
 
 def agreement(  # numpydoc ignore=PR01
@@ -118,6 +118,7 @@ def agreement(  # numpydoc ignore=PR01
     step: StepOption = None,
     rank: RankOption = None,
     kind: KindOption = None,
+    everything: EverythingOption = False,
     scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
@@ -127,9 +128,10 @@ def agreement(  # numpydoc ignore=PR01
     overlap: share of a rank's top k that another has; union: what the workers select together ÷ k, with bounds that
     need no model; explained: share of the squared norm that the mean over ranks has; noise scale: an estimate of the
     critical batch size, of ranks whose samples are independent, with its 95 % interval from 20 steps on, as cosine
-    and overlap have them. A sentence below says whether a larger batch would pay.
+    and overlap have them. A sentence above the table says whether a larger batch would pay.
     """
-    from gradstats.analysis.agreement import agreement, batch_sentence
+    from gradstats.analysis.agreement import agreement
+    from gradstats.analysis.verdicts import batch_sentence
 
     work = one_by_one(agreement, ratio=ratio, workers=workers, batch=batch, per_layer=per_layer)
     records = analyse(
@@ -142,9 +144,19 @@ def agreement(  # numpydoc ignore=PR01
         kinds=kind,
         layers=layer,
     )
-    AGREEMENT.emit(records, format, output)
+    # a larger batch is a question about the whole gradient, over all steps
+    answers = [
+        f"{each['trace']}: {batch_sentence(each)}."
+        for each in records
+        if each["step"] is None and (each["kind"], each["layer"]) == ("gradient", "all")
+    ]
+    brief = format == "table" and not everything
+    shown = [r for r in records if r["step"] is None] if brief else records
+    AGREEMENT.emit(shown, format, output, answers)
     if format != "table" or not records:
         return
+    if len(shown) < len(records):
+        note(f"{len(shown)} of {len(records)} rows, over all steps; --all has every step.")
     known = records[0]["batch"]
     unit = "samples" if known else "batches of one rank (--batch says how many samples they have)"
     note(f"noise scale in {unit}; union of {records[0]['workers']} workers, k = {ratio:g} d")
@@ -153,7 +165,3 @@ def agreement(  # numpydoc ignore=PR01
     note(
         "noise that ranks share (the same samples, an augmentation) makes the noise scale too small, unseen"
     )
-    for each in records:
-        # a larger batch is a question about the whole gradient, over all steps
-        if each["step"] is None and (each["kind"], each["layer"]) == ("gradient", "all"):
-            note(f"{each['trace']}: {batch_sentence(each)}")

@@ -490,6 +490,7 @@ def drift(  # numpydoc ignore=PR01
     --store sketches --every 1).
     """
     from gradstats.analysis import drift
+    from gradstats.analysis.verdicts import movement
 
     asked = given(quantities=quantity, models=_models(model), ratios=ratio)
     work = one_by_one(drift.drift, **asked, per_layer=per_layer)
@@ -508,8 +509,7 @@ def drift(  # numpydoc ignore=PR01
     firsts = {(r["trace"], r["kind"]): r for r in reversed(whole)}
     several = len({trace for trace, _ in firsts}) > 1
     answers = [
-        f"{trace}, " * several + f"{k}: {drift.movement(r)}"
-        for (trace, k), r in reversed(firsts.items())
+        f"{trace}, " * several + f"{k}: {movement(r)}" for (trace, k), r in reversed(firsts.items())
     ]
     DRIFT.emit(records, format, output, answers)
     fewest = min((r["n"] for r in records), default=0)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gradstats.analysis.verdicts import Verdict
+from gradstats.analysis.verdicts import Verdict, trial_result
 from gradstats.collectives.plain import all_reduce_mean
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_count, check_number, check_seed, shown
@@ -141,25 +141,16 @@ class TrialResult(Shown):
         Verdict
             A headline, and the sentences behind it.
         """
-        within = f"{100 * self.tolerance:.2g} % of the dense loss"
-        runs = f"{len(self.pairs)} pairs of {self.losses.shape[-1]} steps"
-        if self.diverged:
-            return Verdict("Refused: the compressed training diverged", self.diverged, True)
-        ends = [
-            f"{100 * v:+.{1 if abs(v) < 0.1 else 0}f}" for v in (self.above, self.low, self.high)
-        ]
-        numbers = (
-            f"The compressed loss ends {ends[0]} % from the dense one ({ends[1]} to {ends[2]}, {runs}), "
-            f"tolerance {100 * self.tolerance:.2g} %."
-        ).replace("-", "−")
-        # a hook that was never registered confirms anything
-        if np.array_equal(self.losses[:, 0], self.losses[:, 1]):
-            numbers += " All losses are equal: nothing that was installed changed the training."
-        if self.decision == "confirmed":
-            return Verdict(f"Confirmed: within {within}", numbers)
-        if self.decision == "refused":
-            return Verdict(f"Refused: further than {within}", numbers, True)
-        return Verdict("Undecided", f"{numbers} More pairs, or longer ones, would tell.", True)
+        return trial_result(
+            self.decision,
+            (self.above, self.low, self.high),
+            tolerance=self.tolerance,
+            pairs=len(self.pairs),
+            steps=self.losses.shape[-1],
+            # a hook that was never registered confirms anything
+            equal=np.array_equal(self.losses[:, 0], self.losses[:, 1]),
+            diverged=self.diverged,
+        )
 
     def _rows(self) -> Sequence[Record]:
         return self.pairs

@@ -4,8 +4,8 @@
 command line.
 """
 
+from gradstats.analysis.verdicts.plans import advice, doubtful, local_advice
 from gradstats.compressors.cost import Exchange, Work
-from gradstats.network.advice import advice, doubtful, local_advice
 from gradstats.network.exchange import break_even, exchange
 from gradstats.network.links import LINKS, Link, LinkName, link
 from gradstats.network.model import ALGORITHMS, Interval, Line, Network, fit_line, interval

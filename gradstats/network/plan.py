@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradstats.analysis.verdicts.plans import ALIKE, doubtful
 from gradstats.collectives.codec import PLAIN, Codec
 from gradstats.compressors import CompressorName
 from gradstats.errors import InputError
-from gradstats.network.advice import ALIKE, doubtful
 from gradstats.network.evidence import Evidence, evidence
 from gradstats.network.model import Network
 from gradstats.network.prediction import (

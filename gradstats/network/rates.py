@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from gradstats.errors import InputError
+from gradstats.tables import format_rate
 
 __all__ = ["format_rate", "parse_rate"]
 
@@ -35,15 +36,3 @@ def parse_rate(text: str) -> int:
     if rate < 1000:
         raise InputError(f"a rate is a number of Mbit/s, or like 500kbit or 1gbit, not {text!r}")
     return rate
-
-
-def format_rate(rate: float) -> str:
-    """Return a rate as text, with three significant digits.
-
-    Parameters
-    ----------
-    rate : float
-        Rate in Mbit/s, as in the records of :func:`gradstats.network.plan`.
-    """
-    # rounded to three digits first; .7g then writes them without an exponent below 10^7
-    return f"{float(f'{rate:.3g}'):,.7g} Mbit/s"

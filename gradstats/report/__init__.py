@@ -22,8 +22,8 @@ from gradstats.report.measured import (
     Measured,
     measure,
 )
+from gradstats.report.questions import QUESTIONS, SHOULD, Verdict, argument_of, should
 from gradstats.report.sections import run, section
-from gradstats.report.verdicts import QUESTIONS, SHOULD, Verdict, argument_of, should
 from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource, open_source

@@ -10,7 +10,7 @@ from gradstats.primitives.ratio import RATIOS
 from gradstats.primitives.sketch import Sketch
 from gradstats.report.html import details, escape, figure, note, table
 from gradstats.report.measured import TREND_RATIO, Measured
-from gradstats.report.verdicts import COUNTING, missing_ranks
+from gradstats.report.questions import COUNTING, missing_ranks
 from gradstats.statistics.compressibility import default_window
 from gradstats.statistics.laws import LAWS
 from gradstats.statistics.pot import FEWEST

@@ -204,10 +204,10 @@ def holm(p_values: NDArray[np.floating]) -> NDArray[np.float64]:
     p = np.asarray(p_values, np.float64)
     corrected = np.full(p.shape, math.nan)
     known = np.isfinite(p)
-    if known.any():
-        from statsmodels.stats.multitest import multipletests
-
-        corrected[known] = multipletests(p[known], method="holm")[1]
+    # statsmodels has the same, but to load it and its collection of garbage take 4 % of a report
+    order = np.argsort(p)[: np.count_nonzero(known)]  # NaN comes last
+    times = p[order] * np.arange(order.size, 0, -1)
+    corrected[order] = np.minimum(np.maximum.accumulate(times), 1)
     return corrected
 
 

@@ -11,7 +11,7 @@ from scipy.stats import betabinom
 from support.terminal import records, run
 
 import gradstats
-from gradstats.analysis.agreement import batch_sentence
+from gradstats.analysis.verdicts import batch_sentence
 from gradstats.errors import InputError, TraceError
 from gradstats.statistics.resampling import ratio_interval
 from gradstats.statistics.union import UnionGrowth, fit_union
@@ -235,9 +235,9 @@ def test_the_command(trace, monkeypatch):
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "Too wide" not in done.stdout
     assert "no interval: fewer than 20 steps" in done.stderr
-    said = " ".join(done.stderr.split())
+    said = " ".join(done.stdout.split())
     assert "whether a larger batch than 128 samples would pay is not known" in said
-    assert "noise that ranks share" in said
+    assert "noise that ranks share" in " ".join(done.stderr.split())
     done = run("agreement", trace, "--rank", 0)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

@@ -9,7 +9,8 @@ from scipy import stats
 from support.traces import DRIFTING_LAYERS, drifting_trace
 
 from gradstats import fit, over_training
-from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, _drift, drift_records, movement
+from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, _drift, drift_records
+from gradstats.analysis.verdicts import movement
 from gradstats.errors import InputError
 from gradstats.primitives import kth_largest
 from gradstats.statistics.compressibility import compressibility

@@ -15,6 +15,7 @@ from gradstats.analysis.verdicts import (
     counting_rules,
     left_out,
     tail_tests,
+    tail_weight,
     which_rule,
 )
 from gradstats.statistics.laws import LAWS
@@ -212,6 +213,22 @@ def test_no_power_is_an_answer(x, headline):
     assert law(open_source(x.astype(np.float32))).headline == headline
 
 
+def test_a_law_far_beyond_chance_is_refused_of_few_elements(tmp_path):
+    """Of 20 elements beyond the smallest ratio: a log-normal is none of the laws, and a Pareto may be one."""
+    said = {}
+    for name, draw in {
+        "log-normal": lambda rng: np.exp(1.5 * rng.standard_normal(20_000)),
+        "Pareto 0.8": lambda rng: rng.pareto(1 / 0.8, 20_000),
+    }.items():
+        rng = np.random.default_rng([1, 2])
+        steps = [signed(rng, draw(rng)) for _ in range(4)]
+        laws = closest_laws(law_pairs(trace_of(tmp_path / f"{name}.zarr", steps)))
+        assert laws[0]["chance"] > np.log(1.2)
+        said[name] = closest_law(laws).headline
+    assert said["log-normal"].startswith("None; the nearest, ")
+    assert said["Pareto 0.8"] == "Too few elements to tell laws apart"
+
+
 def test_steps_are_spread_from_first_to_last(tmp_path):
     assert evenly([*range(10)], 3) == [0, 4, 9]
     assert evenly([3, 7], 6) == [3, 7]
@@ -361,3 +378,11 @@ def test_elements_that_are_large_together_widen_the_floor():
     share = counts.mean() / 512
     expected = counts.var(ddof=1) / (512 * share * (1 - share))
     assert series[1]["design"] == pytest.approx(expected)
+
+
+def test_a_tail_without_a_shape_is_short_and_not_one_of_too_few_elements():
+    """Of a uniform gradient likelihood may have no local maximum, however many its elements are."""
+    row = {"step": 3, "layer": "pooled", "c": math.nan, "c_low": math.nan, "c_high": math.nan}
+    for n, headline in ((20_000, "Short in the top tenth: "), (99, "Too few elements ")):
+        said = tail_weight([row | {"n": n}], [], spike=False, layers=1, designs={})
+        assert said.headline.startswith(headline)

@@ -6,7 +6,7 @@ import statistics
 import pytest
 from conftest import DATA
 
-from gradstats.analysis.worth import EVIDENCE, LITTLE, should_compress
+from gradstats.analysis.verdicts.worth import EVIDENCE, LITTLE, should_compress
 
 RESULTS = DATA.parent / "docs" / "results"
 SHARES = {0: {0.1: 0.9, 0.01: 0.4}, 7: {0.1: 0.7, 0.01: 0.3}}

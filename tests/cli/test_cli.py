@@ -23,7 +23,7 @@ from support.terminal import records, run
 from support.traces import drifting_trace
 
 from gradstats.cli import app
-from gradstats.report.verdicts import QUESTIONS
+from gradstats.report.questions import QUESTIONS
 from gradstats.thresholds import ESTIMATORS
 
 COMMANDS = (

@@ -7,7 +7,7 @@ import pytest
 from support.traces import trace_of_steps
 
 import gradstats
-from gradstats.report.verdicts import SHOULD
+from gradstats.report.questions import SHOULD
 
 N, STEPS = 20_000, 3
 SIZES = (1.0, 0.1, 0.01, 0.003)

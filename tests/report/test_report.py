@@ -21,7 +21,7 @@ from gradstats.analysis.closest import evenly, law_pairs
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
 from gradstats.report import measured, sections, write_report
-from gradstats.report.verdicts import QUESTIONS, SHOULD
+from gradstats.report.questions import QUESTIONS, SHOULD
 from gradstats.statistics.compressibility import Ruling, control
 from gradstats.statistics.laws import LAWS
 from gradstats.trace import create_trace

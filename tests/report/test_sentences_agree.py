@@ -132,7 +132,7 @@ def of_columns(records, *names):
 @pytest.mark.parametrize("path", ["Laplace", "layers", "zeros", "few"], indirect=True)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_differs_is_what_the_table_shows(change, path, tmp_path):
-    """The sentence below `compare` names the first row with a cause, and none where no row has one."""
+    """The sentence above `compare` names the first row with a cause, and none where no row has one."""
     a = gradstats.open_trace(path)
     steps = [np.asarray(a.read(step)) for step in a.steps()]
     other = trace_of_steps(

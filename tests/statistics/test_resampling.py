@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.signal import lfilter
 from scipy.special import stdtrit
+from statsmodels.stats.multitest import multipletests
 
 from gradstats.statistics.resampling import block_counts, holm, mean_interval
 
@@ -62,6 +63,13 @@ def test_counts_are_of_as_many_blocks():
     assert counts.shape == (200, 50)
     assert set(counts.sum(axis=1)) == {50}
     assert counts.mean() == 1
+
+
+def test_holm_is_that_of_statsmodels():
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 59):
+        p = np.round(rng.random(n) ** 3, 2)  # some tied
+        assert np.array_equal(holm(p), multipletests(p, method="holm")[1])
 
 
 def test_holm_leaves_out_what_was_not_tested():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradstats.analysis.verdicts import Verdict
+from gradstats.analysis.verdicts.verdict import Verdict, joined, signed
 from gradstats.primitives.ratio import RATIOS
 
 __all__ = ["EVIDENCE", "LITTLE", "Training", "is_adaptive", "should_compress"]
@@ -183,8 +183,8 @@ def _holding(shares: Mapping[int, object], held: Mapping[float, Sequence[float]]
         span = high if low == high else f"{low.removesuffix(_UNIT)} to {high}"
         listed.append(f"{span} at {ratio:g}")
     steps = [*shares]
-    at = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {_joined(map(str, steps))}"
-    return f"Here the largest hold {_joined(listed)} of Σg² {at}"
+    at = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {joined(map(str, steps))}"
+    return f"Here the largest hold {joined(listed)} of Σg² {at}"
 
 
 def _cost(measured: Sequence[Training], adaptive: bool, own: float | None) -> str:
@@ -199,14 +199,14 @@ def _cost(measured: Sequence[Training], adaptive: bool, own: float | None) -> st
     }
     listed: list[str] = []
     for ratio, (low, high) in ends.items():
-        span = _signed(low) if low == high else f"{_signed(low)} to {_signed(high)}"
+        span = signed(low) if low == high else f"{signed(low)} to {signed(high)}"
         unit = "" if listed else " nats above dense training"
         listed.append(f"{span}{unit} at {ratio:g}{' (this run’s ratio)' if ratio == own else ''}")
-    of = _joined([t.name for t in family])
+    of = joined([t.name for t in family])
     # the smallest ratio is behind most, and soonest
     early = max(t.early[ratios[-1]] for t in family)
     text = (
-        f"Trained by {family[0].optimizer}, topk with error feedback ended {_joined(listed)} "
+        f"Trained by {family[0].optimizer}, topk with error feedback ended {joined(listed)} "
         f"({of}; 2 workers, 3 seeds), and at {ratios[-1]:g} up to {early:.2f} above it in the first tenth of the steps."
     )
     if not adaptive:
@@ -224,13 +224,3 @@ def _ratio_of_little(measured: Sequence[Training]) -> float:
 def _percent(share: float) -> str:
     # two digits of 99.5 and more would be 1e+02
     return (f"{100 * share:.2g}" if share < 0.995 else "100") + _UNIT
-
-
-def _signed(value: float) -> str:
-    # adding 0.0 makes a negative zero plain
-    return f"{value + 0.0:.2f}".replace("-", "−")
-
-
-def _joined(parts: Iterable[str]) -> str:
-    *most, last = parts
-    return f"{', '.join(most)} and {last}" if most else last

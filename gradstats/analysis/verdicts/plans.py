@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradstats.network.rates import format_rate
+from gradstats.tables import format_rate
 
 __all__ = ["ALIKE", "advice", "doubtful", "local_advice"]
 

@@ -1,0 +1,47 @@
+"""Whether a larger batch would pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gradstats.tables import format_value
+
+__all__ = ["batch_sentence"]
+
+
+def batch_sentence(record: Mapping[str, Any]) -> str:
+    """Say how the batch of a run lies to the noise scale over its steps.
+
+    Parameters
+    ----------
+    record : mapping
+        Record of :func:`gradstats.agreement` over all steps, of kind ``gradient``.
+
+    Returns
+    -------
+    str
+        The sentence, which claims a side only where the whole interval lies there.
+    """
+    # all ranks together take one step, so the batch of a step is that of all of them
+    batch, low, high = record["world"] * (record["batch"] or 1), record["low"], record["high"]
+    unit = "samples" if record["batch"] else "batches of one rank"
+    # NaN is no interval; infinite is one without an upper end
+    if math.isnan(low):
+        return f"whether a larger batch than {batch:,} {unit} would pay is not known: {record['reason']}"
+    ends = f"{format_value(low)} to {format_value(high)} {unit}"
+    if batch < low:
+        return (
+            f"a larger batch would pay: that of all ranks, {batch:,} {unit}, is below the noise scale of {ends}, up "
+            "to which twice the batch needs about half the steps"
+        )
+    if batch > high:
+        return (
+            f"a larger batch would bring little: that of all ranks, {batch:,} {unit}, is above the noise scale of "
+            f"{ends}, beyond which more samples hardly save steps"
+        )
+    return (
+        f"the batch of all ranks, {batch:,} {unit}, is about the noise scale of {ends}: whether more would pay is not "
+        "known"
+    )

@@ -1,0 +1,84 @@
+"""How a quantity moves over a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradstats.analysis.drift import FEWEST_STEPS
+from gradstats.analysis.verdicts.verdict import Verdict
+from gradstats.tables import format_uncertain, format_value
+
+__all__ = ["movement", "scale_moves"]
+
+
+def movement(record: Mapping[str, Any]) -> str:
+    """Say how a quantity moves over a run: the change that is fitted, where its interval leaves no doubt of its side.
+
+    Parameters
+    ----------
+    record : mapping
+        Record of :func:`gradstats.analysis.drift.drift_records`.
+
+    Returns
+    -------
+    str
+        Such as "mean × 0.62 (0.55 to 0.70) from the first step to the last, fitted".
+    """
+    name, n = record["quantity"], record["n"]
+    change, low, high = (record[f"total_change{end}"] for end in ("", "_low", "_high"))
+    if math.isnan(change):
+        low, high = (format_value(record[end]) for end in ("low", "high"))
+        text = f"{name} is {low}" if low == high else f"{name} between {low} and {high}"
+        if n >= FEWEST_STEPS:
+            return f"{text}, the same at all {n} steps"
+        many = f"are {n}" if n > 1 else "is one"
+        return f"{text}; a trend takes {FEWEST_STEPS} steps, and here {many}"
+    sign = "× " if record["relative"] else ""
+    size = f"{sign}{format_value(change)}"
+    if math.isnan(low):
+        return f"{name}: no trend is told; what the line ({size}) leaves wanders like a random walk, or nearly"
+    text = f"{sign}{format_uncertain(change, low, high)} from the first step to the last, fitted"
+    # no change is a factor of 1, or a difference of 0
+    none = float(record["relative"])
+    return f"{name} {text}" if not low <= none <= high else f"{name}: no trend is told, {text}"
+
+
+def scale_moves(
+    record: Mapping[str, Any] | None, steps: Sequence[int], means: Sequence[float], captured: int
+) -> Verdict:
+    """Say how the mean magnitude moves over the steps.
+
+    Parameters
+    ----------
+    record : mapping or None
+        Record of :func:`gradstats.analysis.drift.drift_records` of the quantity ``mean``, where there is one.
+    steps : sequence of int
+        Steps with a mean.
+    means : sequence of float
+        Their means.
+    captured : int
+        Number of all steps looked at.
+    """
+    if captured < 2:
+        return Verdict("One step only", "Nothing to compare.")
+    if record is None:
+        return Verdict("Nothing to follow", "No step has a finite non-zero element.")
+    if len(means) < 2:
+        return Verdict("Nothing to follow", "Only one step has a finite non-zero element.")
+    headline = (
+        f"Mean magnitude × {means[-1] / means[0]:.2g}"  # of few steps there is no more to say
+    )
+    numbers = f"Step {steps[0]} to {steps[-1]}, between {min(means):.2g} and {max(means):.2g}. "
+    slope = record["slope"]
+    if math.isnan(slope):
+        numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(means)} have no power."
+    else:
+        headline = movement(record).replace("mean", "Mean magnitude", 1)
+        low, high = record["slope_low"], record["slope_high"]
+        interval = f"{100 * low:+.1f} to {100 * high:+.1f}"
+        if math.isnan(low):
+            interval = "no interval: what is left wanders like a random walk"
+        numbers += f"Per 100 steps {100 * slope:+.1f} % ({interval})."
+    return Verdict(headline, numbers)

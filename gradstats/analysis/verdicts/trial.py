@@ -1,0 +1,52 @@
+"""Whether a compressed training stays near the dense one."""
+
+from __future__ import annotations
+
+from gradstats.analysis.verdicts.verdict import Verdict
+
+__all__ = ["trial_result"]
+
+
+def trial_result(
+    decision: str,
+    difference: tuple[float, float, float],
+    *,
+    tolerance: float,
+    pairs: int,
+    steps: int,
+    equal: bool,
+    diverged: str,
+) -> Verdict:
+    """Say what pairs of a dense and a compressed training have shown.
+
+    Parameters
+    ----------
+    decision : {"confirmed", "refused", "undecided"}
+        Whether the compressed loss stays within the tolerance of the dense one.
+    difference : (float, float, float)
+        Relative difference of the losses, mean over the pairs, and its bounds.
+    tolerance : float
+        Largest difference that was to be accepted.
+    pairs, steps : int
+        Number of pairs, and of the steps of each run.
+    equal : bool
+        Whether all losses of both sides are equal.
+    diverged : str
+        Where a compressed run had a loss that is not finite; empty if none had.
+    """
+    within = f"{100 * tolerance:.2g} % of the dense loss"
+    runs = f"{pairs} pairs of {steps} steps"
+    if diverged:
+        return Verdict("Refused: the compressed training diverged", diverged, True)
+    ends = [f"{100 * v:+.{1 if abs(v) < 0.1 else 0}f}" for v in difference]
+    numbers = (
+        f"The compressed loss ends {ends[0]} % from the dense one ({ends[1]} to {ends[2]}, {runs}), "
+        f"tolerance {100 * tolerance:.2g} %."
+    ).replace("-", "−")
+    if equal:
+        numbers += " All losses are equal: nothing that was installed changed the training."
+    if decision == "confirmed":
+        return Verdict(f"Confirmed: within {within}", numbers)
+    if decision == "refused":
+        return Verdict(f"Refused: further than {within}", numbers, True)
+    return Verdict("Undecided", f"{numbers} More pairs, or longer ones, would tell.", True)
