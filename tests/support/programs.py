@@ -28,11 +28,10 @@ READ_ONCE = (
 """Variables that Python and libraries read as they start: a process is shared by programs that have them alike."""
 
 
-def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True, trains=False):
+def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True):
     """Run Python with these arguments; return what `subprocess.run` would.
 
-    Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts. One
-    that `trains` forks its ranks from the process that the commands of this program do.
+    Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts.
     """
     environment = os.environ | dict(env)
     there = [*map(str, path), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
@@ -51,7 +50,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True, trains=F
             "path": [len(ours), there],
             "said": list(map(str, said)),
             "ranks": ranks,
-            "trains": trains or not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
+            "trains": not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
         }
         try:
             print(json.dumps(request), file=server.stdin, flush=True)
