@@ -172,8 +172,3 @@ def resume(number: int, folder: Path, moments: int = 50) -> str:
     (message,) = alone.rest()
     assert message == "the checkpoint is of 2 ranks, and these are 1", (system, memory, message)
     return "same bits"
-
-
-def short(number: int, folder: Path) -> str:
-    """Resume at fewer steps, with the other tests."""
-    return resume(number, folder, moments=11)

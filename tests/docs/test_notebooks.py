@@ -5,20 +5,13 @@ Cells tagged ``varies`` depend on the machine or its clock: they have to run, an
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import signal
-from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
-from pathlib import Path
 
 import nbformat
 import pytest
 from conftest import ROOT
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
-from support.programs import program
 
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST = 300_000
@@ -121,57 +114,12 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
         assert numbers(rows[path.stem]) <= numbers(answer), path.stem
 
 
-IMPORTS = ("pandas", "matplotlib.pyplot", "ipykernel.kernelapp")
-KERNEL = """
-import os, pathlib, sys
-pathlib.Path(sys.argv[-1]).with_suffix(".pid").write_text(str(os.getpid()))
-from ipykernel.kernelapp import launch_new_instance
-launch_new_instance()
-"""
-
-
-class Forked(AsyncKernelManager):
-    """A kernel that is forked from a process which has imported what notebooks do: most of what one takes to start."""
-
-    has_kernel = False
-
-    async def start_kernel(self, *, cwd, **_):
-        self.write_connection_file()
-        self._number = Path(self.connection_file).with_suffix(".pid")
-        options = {"cwd": cwd, "imports": IMPORTS}
-        self._ended = ThreadPoolExecutor(1).submit(
-            program, "-c", KERNEL, "-f", self.connection_file, **options
-        )
-        while not self._number.exists():  # the first one waits for the imports
-            if self._ended.done():
-                self._ended.result()  # which raises
-            await asyncio.sleep(0.05)
-        self.has_kernel = True
-
-    async def _async_is_alive(self):  # what its client asks, too
-        return not self._ended.done()
-
-    is_alive = _async_is_alive
-
-    async def shutdown_kernel(self, **_):
-        os.kill(int(self._number.read_text()), signal.SIGTERM)
-        wait([self._ended])
-        self._number.unlink()
-        self.cleanup_connection_file()
-
-
 @pytest.mark.slow
 @each
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_notebook_runs_and_is_current(path, as_made, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # as in a kernel
+def test_notebook_runs_and_is_current(path, as_made):
     notebook = nbformat.read(path, as_version=4)
     committed = compared(notebook)
-    resources = {"metadata": {"path": path.parent}}
-    # one that may start ranks is a process of its own, as everybody's is
-    own = any("capture.workloads" in cell.source for cell in code_cells(notebook))
-    client = NotebookClient(notebook, timeout=280, resources=resources)
-    client.kernel_manager_class = AsyncKernelManager if own else Forked
-    client.execute()
+    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": path.parent}}).execute()
     assert compared(notebook) == committed
     assert not any(text(cell, "stderr") for cell in code_cells(notebook))

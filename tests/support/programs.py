@@ -23,17 +23,15 @@ from pathlib import Path
 __all__ = ["program"]
 
 READ_ONCE = (
-    "PYTHONPATH", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "MPLBACKEND"
+    "PYTHONPATH", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"
 )  # fmt: skip
 """Variables that Python and libraries read as they start: a process is shared by programs that have them alike."""
 
 
-def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True, imports=(), trains=False):
+def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True):
     """Run Python with these arguments; return what `subprocess.run` would.
 
     Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts.
-    Programs that need other modules name them in `imports`, and share a process that has imported those, too. One that
-    `trains` forks its ranks from the process that the commands of this program do.
     """
     environment = os.environ | dict(env)
     there = [*map(str, path), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
@@ -41,7 +39,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True, imports=
     # What is imported before a fork, and what packages bring to it, is of these; the others are added in the fork.
     ours = [p for p in there if Path(p, "gradstats").is_dir() or any(Path(p).glob("*.dist-info"))]
     read = environment | {"PYTHONPATH": os.pathsep.join(ours)}
-    server = _server(tuple((name, read.get(name)) for name in READ_ONCE), tuple(imports))
+    server = _server(tuple((name, read.get(name)) for name in READ_ONCE))
     arguments = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -52,7 +50,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True, imports=
             "path": [len(ours), there],
             "said": list(map(str, said)),
             "ranks": ranks,
-            "trains": trains or not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
+            "trains": not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
         }
         try:
             print(json.dumps(request), file=server.stdin, flush=True)
@@ -68,10 +66,10 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True, imports=
 
 
 @functools.cache
-def _server(settings, imports):
+def _server(settings):
     """Start the process that forks."""
     process = subprocess.Popen(
-        [sys.executable, __file__, *imports],
+        [sys.executable, __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -91,7 +89,6 @@ def _serve():
         "gradstats.report",
         "scipy.stats",
         "zarr",
-        *sys.argv[1:],
     ):
         import_module(name)
     gc.freeze()  # what is imported is shared, and stays
