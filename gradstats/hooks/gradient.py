@@ -325,7 +325,7 @@ class FlatGradient:
         slots = self.layout.slots
         sizes = [slot.stop - slot.start for slot in slots.values()]
         # all views in one call: to cut a small one out takes longer than to copy it
-        parts = dict(zip(slots, mean[: self.layout.numel].split(sizes), strict=True))
+        parts = dict(zip(slots, mean[: self.layout.numel].split_with_sizes(sizes), strict=True))
         # the whole update decides: what a single layer leaves in the caches is gone before the optimizer comes
         past = mean.numel() >= _BEYOND_CACHES and _plain(mean)
         whole: list[Pair] = []
