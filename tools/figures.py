@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
-from gradstats.analysis.worth import is_adaptive
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pages import IMAGES, RESULTS, ROOT
@@ -26,6 +25,7 @@ import gradstats
 from capture.workloads import workload_info
 from gradstats import plots
 from gradstats.analysis.advise import evidence
+from gradstats.analysis.verdicts.worth import is_adaptive
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.distributions import SIDS
 from gradstats.statistics.solution import Z95

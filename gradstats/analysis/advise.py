@@ -15,8 +15,9 @@ import numpy as np
 from gradstats.analysis.agreement import agreement
 from gradstats.analysis.closest import evenly
 from gradstats.analysis.over import Gradients, shares, subset_of
-from gradstats.analysis.verdicts import Verdict
-from gradstats.analysis.worth import is_adaptive
+from gradstats.analysis.verdicts import Verdict, what_to_try
+from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, signed_percent
+from gradstats.analysis.verdicts.worth import is_adaptive
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_number, target_count
 from gradstats.primitives.sketch import Magnitudes
@@ -39,8 +40,6 @@ __all__ = [
 NEAREST = 5
 """Measured trainings that a prediction rests on. Of so many and one more that are alike, each is the worst as often: a
 new one is worse than all five in one case of six."""
-_FEWEST = 3
-"""Measured trainings below which nothing is predicted."""
 _MOST_STEPS = 5
 """Most steps whose properties are taken, evenly spread."""
 _FEWEST_ELEMENTS = 10
@@ -51,7 +50,6 @@ SENT = ("dense-bf16", "topk")
 """Compressors that a plan is to price for advice."""
 _ENERGY = (0.01, 0.001)
 _KINDS: tuple[Kind, ...] = ("gradient", "corrected")
-_TRY = "Next: try it on yours with gradstats.Trial, docs/howto/trial.md"
 _SETTING = ("rule", "ratio", "memory", "format")
 # What everything is compared with; it ends where it ends.
 _DENSE: dict[str, Any] = {
@@ -176,7 +174,8 @@ def advise(
     records = choose(kind, properties, optimizer, limit, without, plans)
     best = records[0]
     fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
-    return Advice(**fields, records=records, verdict=_said(records, optimizer, bool(plans)))
+    verdict = what_to_try(records, optimizer, evidence()["held_out"], planned=bool(plans))
+    return Advice(**fields, records=records, verdict=verdict)
 
 
 def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, dict[str, float]]:
@@ -347,14 +346,14 @@ def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, An
     above = [(value, row["of"]) for row in rows for value in row["above"]]
     trainings = list(dict.fromkeys(row["of"] for row in rows))
     (low, _), (high, worst) = min(above), max(above)
-    enough = len(trainings) >= _FEWEST
+    enough = len(trainings) >= FEWEST_ALIKE
     acceptable = enough and high <= tolerance
     if not enough:
-        reason = f"in fewer than {_FEWEST} such trainings"
+        reason = f"in fewer than {FEWEST_ALIKE} such trainings"
     elif acceptable:
         reason = f"within {100 * tolerance:g} % in all of them"
     else:
-        reason = f"up to {_percent(high)} from dense, in {worst}"
+        reason = f"up to {signed_percent(high)} from dense, in {worst}"
     return {
         "low": low,
         "high": high,
@@ -374,57 +373,3 @@ def _planned(record: Record, plans: Sequence[Record]) -> dict[str, float]:
         if (plan["compressor"], plan["ratio"] or 1.0) == (record["rule"], record["ratio"]):
             return {name: plan[name] for name in names}
     return dict.fromkeys(names, math.nan)
-
-
-def _said(records: Sequence[Record], optimizer: str | None, planned: bool) -> Verdict:
-    """Return the recommendation in sentences, a line each."""
-    best, *others = records
-    like = "" if optimizer is None else f" with optimizers like {optimizer}"
-    known = [r for r in others if r["trainings"] >= _FEWEST]
-    if not known:
-        return Verdict(
-            "Not known", f"Fewer than {_FEWEST} trainings{like} were measured. {_TRY}", True
-        )
-    if best["rule"] == "none":
-        headline = "Don't compress"
-        if any(r["acceptable"] for r in known):
-            said = "By the plan no setting that kept the loss is faster than dense averaging."
-        else:
-            most = max(known, key=lambda r: r["bytes"])
-            said = f"No setting kept the loss in measured trainings{like}: {_setting(most)} ended {most['reason']}."
-    else:
-        headline = f"Try {_setting(best)}"
-        count = best["trainings"]
-        said = (
-            f"In the {count} measured trainings{like} whose gradients are most like these ({best['evidence']}; "
-            f"{best['runs']} runs) it ended {_percent(best['low'])} to {_percent(best['high'])} from the dense loss: "
-            f"expect yours to be above all of them in one case of {count + 1}."
-        )
-        if planned:
-            said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
-        less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
-        if less:
-            said += f" {_setting(less[-1])} ended {less[-1]['reason']}."
-    held = evidence()["held_out"]
-    kept = (
-        f"Made for each measured training without it, such advice ended within {100 * held['tolerance']:g} % of dense "
-        f"in {held['within']} of {held['of']}; these are short trainings of small models."
-    )
-    return Verdict(headline, "\n".join((said, kept, _TRY)))
-
-
-def _setting(record: Record) -> str:
-    """Return a setting in words."""
-    said = f"{record['rule']}"
-    if record["ratio"] < 1:
-        said += f" at ratio {record['ratio']:g}"
-        said += (
-            " with error feedback" if record["memory"] == "residual" else " without error feedback"
-        )
-    return said
-
-
-def _percent(share: float) -> str:
-    # adding 0.0 makes a negative zero plain
-    digits = 1 if abs(share) < 0.1 else 0
-    return f"{round(100 * share, digits) + 0.0:+.{digits}f} %".replace("-", "−")

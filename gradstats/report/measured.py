@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradstats.analysis.advise import energy_shares
 from gradstats.analysis.closest import closest_laws, evenly, law_pairs
 from gradstats.analysis.compression import compression
 from gradstats.analysis.decay import compressibility_records
@@ -208,16 +208,7 @@ def _energy(source: Source, rank: int, steps: Sequence[int], client: Any) -> lis
 
 
 def _shares(source: Source, key: Key) -> dict[float, float]:
-    m = as_magnitudes(source.read(*key).values)
-    # squares beyond the range of float64 sum to infinity, of which nothing has a share
-    if not (m.count and (total := m.count * m.mean_square) < math.inf):
-        return {}
-    counts = {ratio: target_count(ratio, source.numel) for ratio in RATIOS}
-    return {
-        ratio: float(np.square(m.largest(k)).sum()) / total
-        for ratio, k in counts.items()
-        if k >= 10
-    }
+    return energy_shares(as_magnitudes(source.read(*key).values), source.numel, RATIOS)
 
 
 _LIVE = ("bytes", "build_up", "select", "communicate")

@@ -83,8 +83,9 @@ def exponent_of(logs: NDArray[np.float64], first: int) -> float:
 
 def _log_ranks(first: int, count: int) -> NDArray[np.float64]:
     """Return ln(rank − ½) of ranks in a row, less their mean."""
-    log_ranks = np.log(np.arange(first, first + count) - 0.5)
-    return log_ranks - log_ranks.mean()
+    log_ranks: NDArray[np.float64] = np.log(np.arange(first, first + count) - 0.5)
+    log_ranks -= log_ranks.mean()
+    return log_ranks
 
 
 def _exponent(logs: NDArray[np.float64], log_ranks: NDArray[np.float64]) -> float:

@@ -224,8 +224,8 @@ class TraceWriter:
         self._last = int(numbers.max(initial=-1))
         self._rows = int(np.flatnonzero(numbers >= 0).max(initial=-1)) + 1
         # a lost chunk of step numbers reads as -1: its rows would be taken for unused
-        for chunk in range(-(-self._rows // self._specs["step"].rows)):
-            if not (self._group / "step" / "c" / str(chunk)).exists():
+        for place in range(-(-self._rows // self._specs["step"].rows)):
+            if not (self._group / "step" / "c" / str(place)).exists():
                 raise TraceError(f"{self._group} lacks steps in between, and cannot be continued")
         numbers = numbers[: self._rows]
         void = numbers < 0

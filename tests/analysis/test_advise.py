@@ -11,6 +11,7 @@ from support.traces import LAYERS, write
 
 import gradstats
 from gradstats.analysis import advise
+from gradstats.analysis.verdicts import what_to_try
 from gradstats.errors import InputError
 from gradstats.trace import create_trace
 from gradstats.trace.sources import open_source
@@ -58,6 +59,10 @@ def measured(monkeypatch):
 
 def chosen(optimizer="SGD", tolerance=0.02, **given):
     return advise.choose("gradient", ALIKE, optimizer, tolerance, **given)
+
+
+def said(records, planned=False):
+    return what_to_try(records, "SGD", advise.evidence()["held_out"], planned=planned)
 
 
 def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measured):
@@ -123,12 +128,12 @@ def test_what_is_no_faster_is_not_recommended(measured):
     slow = [plan("topk", 0.1, 1.1, 0.9), plan("dense-bf16", None, 0.9, 0.8)]
     found = chosen(plans=slow)
     assert found[0]["rule"] == "none"
-    assert "is faster than dense" in str(advise._said(found, "SGD", True))
+    assert "is faster than dense" in str(said(found, True))
 
 
 def test_it_is_said_with_its_evidence(measured):
     measured(near(6))
-    verdict = advise._said(chosen(), "SGD", False)
+    verdict = said(chosen(), False)
     assert verdict.headline == "Try topk at ratio 0.1 with error feedback"
     evidence, held, following = verdict.numbers.split("\n")
     assert "In the 5 measured trainings with optimizers like SGD" in evidence
@@ -140,12 +145,12 @@ def test_it_is_said_with_its_evidence(measured):
     )
     assert "within 2 % of dense in 7 of 9" in held
     assert "gradstats.Trial" in following
-    nothing = advise._said(chosen(tolerance=0.0001), "SGD", False)
+    nothing = said(chosen(tolerance=0.0001), False)
     assert nothing.headline == "Don't compress"
     assert "dense-bf16 ended up to +0.1 % from dense" in nothing.numbers
     measured([])
-    assert advise._said(chosen(), "SGD", False).headline == "Not known"
-    assert advise._said(chosen(), "SGD", False).warn
+    assert said(chosen(), False).headline == "Not known"
+    assert said(chosen(), False).warn
 
 
 def test_properties_are_those_of_the_gradients(tmp_path):

@@ -5,6 +5,7 @@ Report, terminal, objects and notebooks print what is said here, so that they ca
 
 from __future__ import annotations
 
+from gradstats.analysis.verdicts.advised import what_to_try
 from gradstats.analysis.verdicts.batches import batch_sentence
 from gradstats.analysis.verdicts.decay import decay_shown
 from gradstats.analysis.verdicts.drift import movement, scale_moves
@@ -47,5 +48,6 @@ __all__ = [
     "trial_result",
     "uneven",
     "what_changed",
+    "what_to_try",
     "which_rule",
 ]

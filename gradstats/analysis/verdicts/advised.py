@@ -1,0 +1,98 @@
+"""Which compression to try, by measured trainings that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradstats.analysis.verdicts.verdict import Verdict
+
+__all__ = ["FEWEST_ALIKE", "signed_percent", "what_to_try"]
+
+FEWEST_ALIKE = 3
+"""Measured trainings below which nothing is predicted."""
+_TRY = "Next: try it on yours with gradstats.Trial, docs/howto/trial.md"
+
+
+def what_to_try(
+    records: Sequence[Mapping[str, Any]],
+    optimizer: str | None,
+    held: Mapping[str, Any],
+    *,
+    planned: bool,
+) -> Verdict:
+    """Say which compression to try, and what that rests on.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records of :attr:`gradstats.analysis.advise.Advice.records`, that which is recommended first.
+    optimizer : str or None
+        Name of the training's optimizer, if it is known.
+    held : mapping of str to object
+        What came of advice for trainings that it was made without: tolerance, within, of.
+    planned : bool
+        Whether a plan says which settings are faster than dense averaging.
+
+    Returns
+    -------
+    Verdict
+        Its numbers are three sentences or more, a line each.
+    """
+    best, *others = records
+    like = "" if optimizer is None else f" with optimizers like {optimizer}"
+    known = [r for r in others if r["trainings"] >= FEWEST_ALIKE]
+    if not known:
+        return Verdict(
+            "Not known", f"Fewer than {FEWEST_ALIKE} trainings{like} were measured. {_TRY}", True
+        )
+    if best["rule"] == "none":
+        headline = "Don't compress"
+        if any(r["acceptable"] for r in known):
+            said = "By the plan no setting that kept the loss is faster than dense averaging."
+        else:
+            most = max(known, key=lambda r: r["bytes"])
+            said = f"No setting kept the loss in measured trainings{like}: {_setting(most)} ended {most['reason']}."
+    else:
+        headline = f"Try {_setting(best)}"
+        count = best["trainings"]
+        ends = " to ".join(signed_percent(best[end]) for end in ("low", "high"))
+        said = (
+            f"In the {count} measured trainings{like} whose gradients are most like these ({best['evidence']}; "
+            f"{best['runs']} runs) it ended {ends} from the dense loss: "
+            f"expect yours to be above all of them in one case of {count + 1}."
+        )
+        if planned:
+            said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
+        less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
+        if less:
+            said += f" {_setting(less[-1])} ended {less[-1]['reason']}."
+    kept = (
+        f"Made for each measured training without it, such advice ended within {100 * held['tolerance']:g} % of dense "
+        f"in {held['within']} of {held['of']}; these are short trainings of small models."
+    )
+    return Verdict(headline, "\n".join((said, kept, _TRY)))
+
+
+def _setting(record: Mapping[str, Any]) -> str:
+    """Return a setting in words."""
+    said = f"{record['rule']}"
+    if record["ratio"] < 1:
+        said += f" at ratio {record['ratio']:g}"
+        said += (
+            " with error feedback" if record["memory"] == "residual" else " without error feedback"
+        )
+    return said
+
+
+def signed_percent(share: float) -> str:
+    """Return a difference in per cent, with its sign.
+
+    Parameters
+    ----------
+    share : float
+        The difference, as a share.
+    """
+    # adding 0.0 makes a negative zero plain
+    digits = 1 if abs(share) < 0.1 else 0
+    return f"{round(100 * share, digits) + 0.0:+.{digits}f} %".replace("-", "−")
