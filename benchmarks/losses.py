@@ -52,8 +52,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "dense-fp8": {"compressor": "dense-fp8", "ratio": 1.0},
     "ef-signsgd": {"compressor": "ef-signsgd", "ratio": 1.0},
 }
-CORE = (DENSE, "topk", "dense-bf16")
-UNTUNED = ("dense-bf16",)
+CORE = (DENSE, "topk", "dense-bf16", "dense-fp8")
+UNTUNED = ("dense-bf16", "dense-fp8")
 """Systems that train at the dense rate: they change the last digits alone."""
 
 
@@ -139,7 +139,7 @@ def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: fl
     keeps = settings.get("error_feedback", True) and not system.startswith("dense")
     row: Row = {"rule": settings["compressor"], "ratio": ratio}
     row |= {"memory": "residual" if keeps else "none"}
-    row |= {"format": system.partition("-")[2] if system.startswith("dense-") else "float32"}
+    row |= {"format": {"dense-bf16": "bfloat16", "dense-fp8": "fp8"}.get(system, "float32")}
     return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
 
 

@@ -46,7 +46,7 @@ _FEWEST_ELEMENTS = 10
 """Elements of which a share of the energy is taken."""
 _LEAST, _MOST = 1e-4, 1 - 1e-4
 """Ends of a share before its logit is taken."""
-SENT = ("dense-bf16", "topk")
+SENT = ("dense-bf16", "dense-fp8", "topk")
 """Compressors that a plan is to price for advice."""
 _ENERGY = (0.01, 0.001)
 _KINDS: tuple[Kind, ...] = ("gradient", "corrected")
@@ -295,8 +295,9 @@ def choose(
             for run in training["runs"]:
                 key = tuple(run[n] for n in _SETTING)
                 rows = settings.setdefault(key, [])
-                if sum(r["adaptive"] is adaptive for r in rows) < NEAREST:
-                    name = f"{training['training']}/{training['optimizer']}"
+                name = f"{training['training']}/{training['optimizer']}"
+                # a training may have been measured for several lengths: it counts once
+                if len({r["of"] for r in rows if r["adaptive"] is adaptive} | {name}) <= NEAREST:
                     rows.append(run | {"of": name, "adaptive": adaptive})
     records = Records([dict(_DENSE)])
     for key, rows in settings.items():

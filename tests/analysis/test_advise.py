@@ -92,6 +92,11 @@ def test_the_nearest_trainings_count_and_no_others(measured):
     left = chosen(without=["near2"])
     assert left[0]["rule"] == "dense-bf16"
     assert "far" in next(r for r in left if r["ratio"] == 0.1)["evidence"]
+    # two lengths of one training are one
+    twice = [t | {"runs": 2 * t["runs"]} for t in near(6)]
+    measured(twice)
+    assert chosen()[0]["trainings"] == 5
+    assert chosen()[0]["runs"] == 20
     measured(far[:2] + near(2))
     assert chosen()[0]["rule"] == "dense-bf16"
     measured(near(2))
