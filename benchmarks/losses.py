@@ -124,7 +124,9 @@ def trainings(losses: Sequence[Row], atlas: Sequence[Row]) -> list[Row]:
         known = [r["numel"] for r in atlas if r["piece"] == piece]
         numel = known[0] if known else WORKLOADS[training].parameters
         for setting in runs:
-            setting["bytes"] = round7(setting.pop("sent") / (4 * numel))
+            sent = setting.pop("sent")
+            # of what never ended well nothing is stored: a position is as large as a value
+            setting["bytes"] = round7(sent / (4 * numel)) if sent else 2 * setting["ratio"]
         found[piece] = {"training": training, "optimizer": optimizer}
         found[piece] |= {"properties": _properties(atlas, piece), "runs": runs}
     return [*found.values()]
@@ -134,7 +136,7 @@ _PLATEAU = {"resnet8-cifar16/sgd": "resnet8-cifar16", "gpt-pydoc/adamw": "gpt-py
 """Pieces that were trained to a plateau, too."""
 
 
-def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: float) -> Row:
+def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: float | None) -> Row:
     settings = SYSTEMS.get(system, {"compressor": system})
     keeps = settings.get("error_feedback", True) and not system.startswith("dense")
     row: Row = {"rule": settings["compressor"], "ratio": ratio}
@@ -157,7 +159,7 @@ def _short(losses: Sequence[Row], piece: str) -> Iterator[Row]:
         above = [r.get("loss", math.inf) / d["loss"] - 1 for r, d in pairs]
         # JSON has no infinity; a training that diverged is far above any tolerance
         above = [min(x, DIVERGED) if math.isfinite(x) else DIVERGED for x in above]
-        yield _run(system, ratio, STEPS, above, pairs[0][0]["bytes"])
+        yield _run(system, ratio, STEPS, above, pairs[0][0].get("bytes"))
 
 
 DIVERGED = 99.0

@@ -1,0 +1,115 @@
+"""Losses, dense and compressed: which seeds choose and which judge; pages and advice are of the stored runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import losses
+import pytest
+from pages import block
+from records import DOCS, RESULTS, stored
+
+from gradstats.analysis.advise import evidence
+from gradstats.primitives.ratio import RATIOS
+
+
+def row(system, seed, loss, *, ratio=1.0, factor=1.0, piece="gcn-blocks/sgd"):
+    found = {"piece": piece, "system": system, "ratio": ratio, "factor": factor, "seed": seed}
+    return found | ({"problem": "not finite"} if loss is None else {"loss": loss, "bytes": 1000.0})
+
+
+def test_a_rate_is_chosen_by_one_seed_and_judged_by_others():
+    rows = [
+        row("dense", 0, loss, factor=f)
+        for f, loss in zip(losses.FACTORS, (3.0, 1.0, 2.0), strict=True)
+    ]
+    rows += [
+        row("topk", 0, loss, ratio=0.1, factor=f)
+        for f, loss in zip(losses.FACTORS, (5.0, None, 4.0), strict=True)
+    ]
+    assert losses.best_factor(rows, "gcn-blocks/sgd", "dense", 1.0) == 1.0
+    # one that diverged is none
+    assert losses.best_factor(rows, "gcn-blocks/sgd", "topk", 0.1) == 3.0
+    # what changes the last digits trains at the dense rate
+    assert losses.best_factor(rows, "gcn-blocks/sgd", "dense-bf16", 1.0) == 1.0
+    every = [*losses.settings("gcn-blocks/sgd", ("dense", "topk", "dense-bf16"))]
+    assert every == [
+        ("gcn-blocks/sgd", "dense", 1.0),
+        *(("gcn-blocks/sgd", "topk", r) for r in RATIOS),
+        ("gcn-blocks/sgd", "dense-bf16", 1.0),
+    ]
+    trials = [*losses.trials(every)]
+    assert len(trials) == 4 * len(losses.FACTORS)
+    assert {(case[1], case[-1]) for case in trials} == {("dense", 0), ("topk", 0)}
+
+
+def test_pairs_have_the_same_seed_and_no_seed_that_chose():
+    rows = [row("dense", seed, 1.0 + seed) for seed in range(3)]
+    rows += [row("topk", seed, 1.5 * (1.0 + seed), ratio=0.1) for seed in range(4)]
+    rows += [row("topk", 1, None, ratio=0.01)]
+    (found,) = losses.trainings(rows, [])
+    runs = {r["ratio"]: r for r in found["runs"]}
+    # seed 0 chose, and seed 3 has no dense run
+    assert runs[0.1]["above"] == [pytest.approx(0.5)] * 2
+    assert runs[0.01]["above"] == [losses.DIVERGED]
+    assert (runs[0.1]["rule"], runs[0.1]["memory"], runs[0.1]["format"]) == (
+        "topk",
+        "residual",
+        "float32",
+    )
+    assert "| diverged |" in losses.table([found])
+    assert "| +50.0 |" in losses.table([found])
+
+
+def test_advice_is_judged_where_it_was_not_made():
+    def training(name, above):
+        settings = dict.fromkeys(("memory", "rule"), "none") | {"ratio": 1.0, "format": "fp8"}
+        properties = {"gradient": {"energy_0.01": 0.5, "zeros": 0.0}}
+        runs = [settings | {"rule": "dense-fp8", "steps": 1, "above": above, "bytes": 0.4}]
+        return {"training": name, "optimizer": "sgd", "properties": properties, "runs": runs}
+
+    made = losses.held_out(
+        [*(training(f"good{i}", [0.01]) for i in range(3)), training("bad", [0.3, 0.1])]
+    )
+    # without the bad one all are good, and it is judged by its own mean; the good ones know the bad one
+    judged = {r["training"]: r for r in made["rows"]}
+    assert judged["bad/sgd"]["rule"] == "dense-fp8"
+    assert judged["bad/sgd"]["above"] == pytest.approx(0.2)
+    assert not judged["bad/sgd"]["within"]
+    assert judged["good0/sgd"]["rule"] == "none"
+    assert (made["within"], made["of"]) == (3, 4)
+    assert "| bad/sgd | `dense-fp8` | 0.4 | +20.0 | **no** |" in losses.judged(made)
+
+
+def test_pages_and_advice_are_those_of_the_stored_runs():
+    found = losses.trainings(stored(losses.FILE), stored(RESULTS / "atlas.jsonl"))
+    made = losses.held_out(found)
+    page = (DOCS / "losses.md").read_text(encoding="utf-8")
+    assert block("losses", losses.table(found)) in page
+    assert block("held-out", losses.judged(made)) in page
+    assert evidence()["trainings"] == json.loads(json.dumps(found))
+    assert evidence()["held_out"] == {k: v for k, v in made.items() if k != "rows"}
+
+
+def test_the_page_of_a_choice_counts_right():
+    found = evidence()["trainings"]
+
+    def kept(rule, ratio):
+        """Return in how many short trainings all runs stayed within 2 %, and how many there are."""
+        runs = [
+            run["above"] for each in found for run in each["runs"]
+            if (run["rule"], run["ratio"], run["steps"]) == (rule, ratio, losses.STEPS)
+        ]  # fmt: skip
+        return sum(max(above) <= 0.02 for above in runs), len(runs)
+
+    text = (DOCS / "choose.md").read_text(encoding="utf-8")
+    counts = re.search(
+        r"in \[(\d+) of (\d+) short trainings\]\(losses.md\), `topk` at 0.1 in (\d+)", text
+    )
+    assert counts
+    within, of, topk = map(int, counts.groups())
+    assert kept("dense-bf16", 1.0) == kept("dense-fp8", 1.0) == (within, of)
+    assert kept("topk", 0.1) == (topk, of)
+    assert all(math.isfinite(x) for each in found for run in each["runs"] for x in run["above"])
