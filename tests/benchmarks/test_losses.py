@@ -49,7 +49,8 @@ def test_pairs_have_the_same_seed_and_no_seed_that_chose():
     rows = [row("dense", seed, 1.0 + seed) for seed in range(3)]
     rows += [row("topk", seed, 1.5 * (1.0 + seed), ratio=0.1) for seed in range(4)]
     rows += [row("topk", 1, None, ratio=0.01)]
-    (found,) = losses.trainings(rows, [])
+    # trainings to a plateau are among them, too
+    (found,) = (t for t in losses.trainings(rows, []) if t["training"] == "gcn-blocks")
     runs = {r["ratio"]: r for r in found["runs"]}
     # seed 0 chose, and seed 3 has no dense run
     assert runs[0.1]["above"] == [pytest.approx(0.5)] * 2
