@@ -26,15 +26,8 @@ _ENOUGH = 5
 _LEAST_SPREAD = 0.05
 """Smallest deviation of a logarithmic norm that a robust z divides by: steady layers move by less."""
 
-_FALSE, _STEPS = 0.01, 1000
-"""False alarms to expect in so many steps, over all layers and all kinds of alarm, if tails were known. They are
-estimated: of norms with heavy tails there are more."""
-
-_FIRST = 10
-"""Times as many while hardly any value is known: there are few steps to be wrong in, and the first law is heavy."""
-
-_SHARED = 0.5
-"""Part of the whole's jump that is left without the layer that changed most, where more than that layer jumps."""
+_FALSE, _STEPS = 0.1, 1000
+"""False alarms to expect in so many steps, over all layers and all kinds of alarm."""
 
 _LEAST_GROWTH = math.log(2)
 """Smallest growth between the first and the last third of a window that counts."""
@@ -47,9 +40,6 @@ _PRIOR = 200
 
 _TAIL = 30
 """Values that a quantile of the tail rests on."""
-
-_OWN = 1000
-"""Values from which on a tail is judged by itself, and not beside that of jumps to the other side."""
 
 _APART = 5
 """Steps from one look at the growth to the next: windows that overlap more say the same."""
@@ -82,11 +72,6 @@ class _Tail:
         # without the last edge: what lies beyond it counts in the last cell
         np.add.at(self._counts, np.searchsorted(self.edges[:-1], sizes), 1)
 
-    @property
-    def count(self) -> float:
-        """Number of values so far, without those that it began with."""
-        return float(self._counts.sum()) - _PRIOR
-
     def limit(self) -> float:
         """Return the size that is an alarm, by the Student's t with the same ratio of a far quantile to the median.
 
@@ -95,7 +80,6 @@ class _Tail:
         from scipy.special import stdtrit
 
         above = self._counts[::-1].cumsum()[::-1]
-        probability = self._probability * (1 + (_FIRST - 1) * _PRIOR / above[0])
         # as far out as _TAIL values carry, and no further than one in 500
         share = max(_TAIL / above[0], 0.002)
         far, middle = (
@@ -105,7 +89,7 @@ class _Tail:
         # quantiles of |t|: half of a share on either side, and 0.75 for the median
         ratios = stdtrit(freedom, 1 - share / 2) / stdtrit(freedom, 0.75)
         nearest = 1 / float(np.interp(far / middle, ratios, self.inverse_freedom))
-        limit = middle * stdtrit(nearest, 1 - probability / 2) / stdtrit(nearest, 0.75)
+        limit = middle * stdtrit(nearest, 1 - self._probability / 2) / stdtrit(nearest, 0.75)
         return float(limit)
 
 
@@ -123,11 +107,6 @@ class _Rows:
         self._widths = _small_samples(window, _FALSE / (_STEPS * rows))
         self._steps = 0
 
-    @property
-    def learned(self) -> bool:
-        """Whether the tails of its jumps rest on values of its own, and not only on those that they began with."""
-        return all(tail.count >= _PRIOR / 2 for tail in self._jumps.values())
-
     def take(
         self, logs: Values, common: Values
     ) -> tuple[Values, NDArray[np.bool_], Values, Values]:
@@ -140,11 +119,7 @@ class _Rows:
             large = side * z >= self._least
             # only where it can matter: the limit takes 60 quantiles of Student's t
             if large.any():
-                limit = tail.limit()
-                if _PRIOR / 2 <= tail.count < _OWN:
-                    # few values of a heavy tail may look light on one side: the other one is asked, too
-                    limit = max(limit, self._jumps[-side].limit())
-                alarms |= large & (sizes >= limit)
+                alarms |= large & (sizes >= tail.limit())
             # alarms count, too: one changes no quantile, and many are how the norms are
             tail.add(sizes[sizes > 0])
         known = np.isfinite(logs)
@@ -165,10 +140,10 @@ class _Rows:
         for n in np.unique(count[count >= FEWEST]):
             rows = np.flatnonzero(count == n)
             past = self._logs[rows, window - n :]
-            middle[rows] = _middle(np.sort(past, axis=1))
+            middle[rows] = np.median(past, axis=1)
             apart = np.sort(np.abs(past - middle[rows, None]), axis=1)
             off = logs[rows] - middle[rows]
-            z[rows] = off / np.maximum(_MAD * _middle(apart), _LEAST_SPREAD)
+            z[rows] = off / np.maximum(_MAD * np.median(apart, axis=1), _LEAST_SPREAD)
             if n < SURE:
                 continue
             # nine tenths of the window tell more of its deviation than the median does
@@ -234,8 +209,7 @@ class Spikes:
     fluctuates and decays; the whole is judged by itself. An alarm takes a z of at least `limit`, and one that chance
     would hardly reach in 1,000 steps: the z of the steps so far give the Student's t that extrapolates them, so heavy
     tails raise it. Where they are few they stand beside quantiles of Student's t with 4 degrees of freedom. Alarms are
-    among them: one changes little, and many are how the norms are. Once the layers' tails are known, a jump of the
-    whole that one layer makes is an alarm only if it is one of that layer.
+    among them: one changes little, and many are how the norms are.
     """
 
     def __init__(self, layers: Iterable[str], window: int, limit: float) -> None:
@@ -265,20 +239,7 @@ class Spikes:
             if nothing has.
         """
         values: dict[str, float] = {}
-        logs = _logs([norms.get(name, 0.0) for name in self._names])
-        common, learned = _of_the_others(logs), self._layers.learned
-        of_layers = self._layers.take(logs, common)
-        squares, usual = np.exp(2 * logs), np.exp(2 * (of_layers[3] + common))
-        # squared norms add up to that of the whole: what changed most there is to blame
-        change = np.abs(squares - usual)
-
-        whole = _logs([norm])
-        z, jumps, grown, (middle,) = self._whole.take(whole, np.zeros(1))
-        if jumps[0] and learned and not of_layers[1].any() and np.isfinite(change).any():
-            # of many layers with heavy tails one is always far out, and the whole with it: that layer's tail decides
-            most = int(np.nanargmax(change))
-            rest = max(norm**2 - squares[most] + usual[most], 1e-300)
-            jumps[0] = (math.log(rest) / 2 - middle) / (whole[0] - middle) >= _SHARED
+        z, jumps, grown, _ = self._whole.take(_logs([norm]), np.zeros(1))
         if np.isfinite(z[0]):
             values["spike"] = float(z[0])
         # its z is always among the values, and must not trigger by its size alone
@@ -286,8 +247,12 @@ class Spikes:
         _name(values, [""], z, jumps, grown)
         whole_is_odd = bool(jumps[0] or grown[0])
 
-        z, jumps, grown, _ = of_layers
+        logs = _logs([norms.get(name, 0.0) for name in self._names])
+        common = _of_the_others(logs)
+        z, jumps, grown, middle = self._layers.take(logs, common)
         _name(values, self._names, z, jumps, grown)
+        # squared norms add up to that of the whole: what changed most there is to blame
+        change = np.abs(np.exp(2 * logs) - np.exp(2 * (middle + common)))
         odd = jumps | (grown > 0)
         # many small changes together, none of them an alarm
         if not odd.any() and whole_is_odd:
@@ -307,12 +272,6 @@ def _of_the_others(logs: Values) -> Values:
         places = [np.where(rank <= at, at + 1, at) for at in ((n - 2) // 2, (n - 1) // 2)]
         common[order] = (logs[order[places[0]]] + logs[order[places[1]]]) / 2
     return common
-
-
-def _middle(ordered: Values) -> Values:
-    """Return the medians of rows that are in order: np.median takes five times as long for so few values."""
-    n = ordered.shape[1]
-    return (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
 
 
 def _logs(norms: list[float]) -> Values:

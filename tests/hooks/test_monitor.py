@@ -311,25 +311,11 @@ def test_one_layer_thirty_times_too_large_is_an_alarm_soon_after_the_start():
             assert blame == ("2" if step == 22 else None)
 
 
-def test_of_sixty_layers_with_heavy_tails_one_far_out_is_no_alarm_of_the_whole():
-    """One of many is always far out; that all jump is an alarm, as no layer's tail explains it."""
-    names = [str(i) for i in range(60)]
-    for seed, last in ((0, ["spike"]), (2, [])):
-        rng, spikes, alarms = np.random.default_rng(seed), Spikes(names, 50, 6.0), []
-        for step in range(300):
-            norms = np.exp(0.1 * rng.standard_t(3, 60)) * (4 if step == 299 and last else 1)
-            values, _ = spikes.find(
-                float(np.linalg.norm(norms)), dict(zip(names, norms.tolist(), strict=True))
-            )
-            alarms += [n for n in values if n != "spike" or not spikes.doubtful]
-        assert alarms == last
-
-
 def test_a_robust_z_is_that_of_numpy():
     """Deviations from the median in units of 1.4826 median absolute deviations, of logarithms."""
     rng = np.random.default_rng(7)
     norms = np.exp(0.4 * rng.standard_normal(40))
-    norms[-1] = 1e9  # beyond any limit that the norms before can set
+    norms[-1] = 1e5  # beyond any limit that the norms before can set
     spikes = Spikes(["w"], 25, 6.0)
     for step, norm in enumerate(norms):
         values, _ = spikes.find(float(norm), {"w": float(norm)})
