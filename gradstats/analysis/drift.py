@@ -61,6 +61,7 @@ Quantity: TypeAlias = Literal[
     "tail_error",
     "threshold",
 ]
+"""Names of :data:`QUANTITIES`."""
 QUANTITIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_PLAIN, ()),
     **dict.fromkeys(_BY_MODEL, ("model",)),

@@ -40,7 +40,9 @@ _MEANS = ("bits", "error", "bias", "cosine", "zeros", "saturated", "dropped")
 """Fields that are means over the gradients."""
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
+"""How an element is rounded to a number of a format: to the nearest, or up or down so that the mean is right."""
 Scale: TypeAlias = Literal["tensor", "block"]
+"""What shares a scale: all elements, or each block of them."""
 
 
 class Wire(Records):

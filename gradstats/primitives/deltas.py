@@ -33,6 +33,7 @@ __all__ = [
 Words = NDArray[np.unsignedinteger]
 
 WeightType: TypeAlias = Literal["fp32", "bf16", "fp16"]
+"""Names of :data:`WIDTHS`."""
 WIDTHS: dict[WeightType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Types that weights are compared as, and the bytes of each number."""
 _HEAD = 8

@@ -379,6 +379,7 @@ NumberFormat: TypeAlias = Literal[
     "mxfp8-e5m2",
     "mxfp6-e3m2",
 ]
+"""Names of :data:`FORMATS`."""
 FORMATS = {
     each.name: each
     for each in (

@@ -577,7 +577,7 @@ def test_the_command(left, tmp_path, monkeypatch):
     done = run("compare", left, right)
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "likely cause: missing all-reduce in A" in " ".join(done.stderr.split())
+    assert "likely cause: missing all-reduce in A" in " ".join(done.stdout.split())
     done = run("compare", left, tmp_path / "none.zarr")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

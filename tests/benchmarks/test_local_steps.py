@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import local_steps
+from records import DOCS
 
 ROWS = local_steps.stored(local_steps.FILE)
 
 
 def test_the_page_shows_what_was_stored():
-    page = local_steps.PAGE.read_text(encoding="utf-8")
+    page = (DOCS / "measurements.md").read_text(encoding="utf-8")
     for mark, text in local_steps.tables(ROWS).items():
         assert f"<!-- {mark} -->\n{text}\n<!-- /{mark} -->" in page, mark
 

@@ -450,10 +450,11 @@ def test_a_run_captured_as_sketches_is_the_same_run_captured_in_full(tmp_path):
         for name, column in sketched.scalars(rank).items():
             assert np.array_equal(column, columns[name]), name
     sizes = [
-        sum(f.stat().st_size for f in (tmp_path / f"{store}.zarr").rglob("c/**/*") if f.is_file())
+        sum(f.stat().st_size for f in (tmp_path / f"{store}.zarr").rglob("*") if f.is_file())
         for store in ("gradients", "sketches")
     ]
-    assert sizes[1] < sizes[0] / 30
+    # all files, metadata and the columns of the compressor included, which are as large in both
+    assert sizes[1] < sizes[0] / 20
 
 
 def test_a_run_says_which_trace_it_is_captured_in(tmp_path, monkeypatch, capsys):
