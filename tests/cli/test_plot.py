@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import numpy as np
@@ -49,7 +50,9 @@ def drawn(monkeypatch):
 
 
 def test_every_figure_of_the_package_can_be_drawn():
-    assert set(FIGURES) == set(plots.__all__) - {"png", "save"}
+    # names of types are not called
+    drawn = {name for name in plots.__all__ if inspect.isfunction(getattr(plots, name))}
+    assert set(FIGURES) == drawn - {"png", "save"}
 
 
 @pytest.mark.parametrize("name", FIGURES)
