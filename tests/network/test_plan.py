@@ -421,7 +421,7 @@ def test_a_source_is_opened_once(tmp_path, monkeypatch):
 
 def test_names_shared_with_modules_are_functions():
     network = importlib.import_module("gradstats.network")
-    for name in ("advice", "exchange", "plan"):
+    for name in ("exchange", "plan"):
         module = importlib.import_module(f"gradstats.network.{name}")
         assert getattr(network, name) is getattr(module, name)
 
