@@ -786,6 +786,7 @@ _ELSEWHERE = (
     "compression",
     "save_safetensors",
     "agreement",  # of traces of several ranks
+    "advise",  # of any source; its own tests have odd ones
     "explore",  # tests/explorer has its wrong options
     "write_explorer",
 )

@@ -20,8 +20,7 @@ from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, signed_percent
 from gradstats.analysis.verdicts.worth import is_adaptive
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_number, target_count
-from gradstats.primitives.sketch import Magnitudes
-from gradstats.statistics.fitting import as_magnitudes
+from gradstats.primitives.sketch import Magnitudes, sketch
 from gradstats.tables import Record, Records, Shown
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
@@ -150,7 +149,7 @@ def advise(
     Raises
     ------
     InputError
-        If the source has no gradients, or an option has a wrong value.
+        If the source has no gradients, or they are not finite, or an option has a wrong value.
 
     Notes
     -----
@@ -198,6 +197,8 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
     """
     keys = subset_of(over or {}).keys(source)
     kinds = {key[1] for key in keys}
+    if not source.numel:
+        raise InputError(f"{source.name} has no elements to give advice from")
     # what was not reduced yet, whatever it is called, is what a compressor gets
     kind = next((k for k in _KINDS if k in kinds), keys[0][1])
     steps_of: dict[int, list[int]] = {}
@@ -207,7 +208,13 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
     first = next(iter(steps_of))
     found: dict[str, list[float]] = {}
     for step in evenly(sorted(steps_of[first]), _MOST_STEPS):
-        magnitudes = as_magnitudes(source.read(first, kind, step).values)
+        sketched = sketch(source.read(first, kind, step).values)
+        if bad := sketched.moments.nonfinite:
+            raise InputError(
+                f"{source.name} has {bad:,} NaN or infinite elements at step {step}: a sum over workers passes them on "
+                "to all, mend that first"
+            )
+        magnitudes = sketched.magnitudes
         for ratio, share in energy_shares(magnitudes, source.numel, _ENERGY).items():
             found.setdefault(f"energy_{ratio:g}", []).append(share)
         found.setdefault("zeros", []).append(1 - magnitudes.count / source.numel)
@@ -239,8 +246,9 @@ def energy_shares(
     dict of float to float
         Share by ratio, of those that leave ten elements; empty where the squares have no finite sum.
     """
-    # squares beyond the range of float64 sum to infinity, of which nothing has a share
-    if not (magnitudes.count and (total := magnitudes.count * magnitudes.mean_square) < math.inf):
+    # squares beyond the range of float64 sum to infinity or to 0, of which nothing has a share
+    total = magnitudes.count * magnitudes.mean_square if magnitudes.count else 0.0
+    if not 0 < total < math.inf:
         return {}
     counts = {ratio: target_count(ratio, numel) for ratio in ratios}
     return {

@@ -186,6 +186,17 @@ def test_traces_know_their_ranks_and_optimizer(tmp_path, measured):
         gradstats.advise(path, tolerance=-1)
 
 
+def test_odd_gradients_have_a_defined_answer():
+    for values, reason in (
+        (np.ones(0), "no elements"),
+        (np.array([np.nan, 1.0, np.inf]), "2 NaN or infinite elements at step 0"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            gradstats.advise(values)
+    for values in (np.zeros(5000), np.ones(1), np.full(5000, 1e-300), np.full(5000, 1e300)):
+        assert gradstats.advise(values, optimizer="SGD").records
+
+
 def test_the_evidence_in_the_package_is_sound():
     found = advise.evidence()
     assert found["held_out"]["within"] <= found["held_out"]["of"] <= len(found["trainings"])
