@@ -25,14 +25,13 @@ from scipy.signal import lfilter
 from gradstats import pot, sketch
 from gradstats.analysis.agreement import _one as compared_ranks
 from gradstats.analysis.agreement import _record as over_ranks
-from gradstats.analysis.agreement import batch_sentence
 from gradstats.analysis.causes import Measured, explain
 from gradstats.analysis.closest import closest_laws, law_pairs
 from gradstats.analysis.compare import TOLERANCE
-from gradstats.analysis.drift import drift_records, movement
+from gradstats.analysis.drift import drift_records
 from gradstats.analysis.quality import _BestK
 from gradstats.analysis.rules import judged_rules
-from gradstats.analysis.verdicts import closest_law
+from gradstats.analysis.verdicts import batch_sentence, closest_law, movement
 from gradstats.hooks.spikes import Spikes
 from gradstats.statistics.tails import widened_interval
 from gradstats.thresholds.changes import compared
@@ -537,7 +536,7 @@ def statements() -> Iterator[Statement]:
             outside = ("ξ", "ξ with the design effect")[: 1 + (length > 15)] if length > 1 else ()
             yield Statement("report, tail", name, n, ask, 300, brief, outside=outside)
     for law in LAWS:
-        for n, many in ((20_000, 40), (200_000, 20)):
+        for n, many in ((20_000, 35), (200_000, 20)):
             ask, brief = partial(ask_closest, law, n), 3 * (n == 20_000)
             yield Statement("report, closest law", law, n, ask, many, brief)
     for noise in trials.DIFFERENCES:
