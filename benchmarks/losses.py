@@ -41,6 +41,10 @@ FACTORS = (0.3333333, 1.0, 3.0)
 LAST = 0.25
 """Share of the steps, at the end, whose mean loss is judged, as in :class:`gradstats.Trial`."""
 DENSE = "dense"
+DIVERGED = 99.0
+"""Relative difference of a loss that is not finite."""
+_PLATEAU = {"resnet8-cifar16/sgd": "resnet8-cifar16", "gpt-pydoc/adamw": "gpt-pydoc"}
+"""Pieces that were trained to a plateau, too."""
 
 # Settings of each system; the ratio is set where there is none.
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -54,7 +58,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 CORE = (DENSE, "topk", "dense-bf16", "dense-fp8")
 UNTUNED = ("dense-bf16", "dense-fp8")
-"""Systems that train at the dense rate: they change the last digits alone."""
+"""Systems that train at the dense rate: they send every element, with fewer bits."""
 
 
 def settings(piece: str, systems: Sequence[str]) -> Iterator[tuple[str, str, float]]:
@@ -91,7 +95,7 @@ def one(piece: str, system: str, ratio: float, factor: float, seed: int, data: P
     row |= {"first": statistics.fmean(result.losses[:tenth])}
     if result.records:
         row["bytes"] = statistics.fmean(r["bytes_sent"] for r in result.records)
-    return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in row.items()}
+    return {k: round7(v) if isinstance(v, float) else v for k, v in row.items()}
 
 
 def best_factor(rows: Sequence[Row], piece: str, system: str, ratio: float) -> float:
@@ -114,7 +118,7 @@ def round7(value: float) -> float:
 
 def trainings(losses: Sequence[Row], atlas: Sequence[Row]) -> list[Row]:
     """Return what each training cost in loss, and what its gradients are like, as advice takes them."""
-    found: dict[str, Row] = {}
+    found: list[Row] = []
     for piece in PIECES:
         runs = [*_short(losses, piece), *_plateau(piece)]
         if not runs:
@@ -127,19 +131,15 @@ def trainings(losses: Sequence[Row], atlas: Sequence[Row]) -> list[Row]:
             sent = setting.pop("sent")
             # of what never ended well nothing is stored: a position is as large as a value
             setting["bytes"] = round7(sent / (4 * numel)) if sent else 2 * setting["ratio"]
-        found[piece] = {"training": training, "optimizer": optimizer}
-        found[piece] |= {"properties": _properties(atlas, piece), "runs": runs}
-    return [*found.values()]
-
-
-_PLATEAU = {"resnet8-cifar16/sgd": "resnet8-cifar16", "gpt-pydoc/adamw": "gpt-pydoc"}
-"""Pieces that were trained to a plateau, too."""
+        row = {"training": training, "optimizer": optimizer}
+        found.append(row | {"properties": _properties(atlas, piece), "runs": runs})
+    return found
 
 
 def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: float | None) -> Row:
-    settings = SYSTEMS.get(system, {"compressor": system})
-    keeps = settings.get("error_feedback", True) and not system.startswith("dense")
-    row: Row = {"rule": settings["compressor"], "ratio": ratio}
+    chosen = SYSTEMS[system]
+    keeps = chosen.get("error_feedback", True) and not system.startswith("dense")
+    row: Row = {"rule": chosen["compressor"], "ratio": ratio}
     row |= {"memory": "residual" if keeps else "none"}
     row |= {"format": {"dense-bf16": "bfloat16", "dense-fp8": "fp8"}.get(system, "float32")}
     return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
@@ -160,10 +160,6 @@ def _short(losses: Sequence[Row], piece: str) -> Iterator[Row]:
         # JSON has no infinity; a training that diverged is far above any tolerance
         above = [min(x, DIVERGED) if math.isfinite(x) else DIVERGED for x in above]
         yield _run(system, ratio, STEPS, above, pairs[0][0].get("bytes"))
-
-
-DIVERGED = 99.0
-"""Relative difference of a loss that is not finite."""
 
 
 def _plateau(piece: str) -> Iterator[Row]:
@@ -202,13 +198,10 @@ def held_out(found: Sequence[Row], tolerance: float = 0.02) -> Row:
         properties = mine["properties"].get("gradient")
         if not properties:
             continue
-        best = choose(
-            "gradient", properties, mine["optimizer"], tolerance, [mine["training"]], among=found
-        )[0]
+        others = [t for t in found if t["training"] != mine["training"]]
+        best = choose("gradient", properties, mine["optimizer"], tolerance, others)[0]
         name = f"{mine['training']}/{mine['optimizer']}"
-        row = {"training": name} | {
-            n: best[n] for n in ("rule", "ratio", "memory", "bytes", "high")
-        }
+        row = {"training": name} | {n: best[n] for n in ("rule", "ratio", "memory", "bytes")}
         above = [
             x for run in mine["runs"] for x in run["above"]
             if all(run[n] == best[n] for n in ("rule", "ratio", "memory", "format"))

@@ -16,7 +16,8 @@ from gradstats.analysis.agreement import agreement
 from gradstats.analysis.closest import evenly
 from gradstats.analysis.over import Gradients, shares, subset_of
 from gradstats.analysis.verdicts import Verdict, what_to_try
-from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, signed_percent
+from gradstats.analysis.verdicts.advised import FEWEST_ALIKE
+from gradstats.analysis.verdicts.verdict import signed_percent
 from gradstats.analysis.verdicts.worth import is_adaptive
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_number, target_count
@@ -33,6 +34,7 @@ __all__ = [
     "choose",
     "energy_shares",
     "evidence",
+    "optimizer_of",
     "properties_of",
 ]
 
@@ -166,15 +168,26 @@ def advise(
             f"no training {unknown[0]!r} was measured; there are {', '.join(sorted(known))}"
         )
     kind, properties = properties_of(opened, over)
-    if optimizer is None and isinstance(opened, TraceSource):
-        stored = opened.trace.attrs.get("optimizer")
-        # metadata are whatever the user wrote
-        optimizer = stored.get("name") if isinstance(stored, Mapping) else None
-    records = choose(kind, properties, optimizer, limit, without, plans)
+    optimizer = optimizer_of(opened) if optimizer is None else optimizer
+    measured = [t for t in evidence()["trainings"] if t["training"] not in without]
+    records = choose(kind, properties, optimizer, limit, measured, plans)
     best = records[0]
     fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
     verdict = what_to_try(records, optimizer, evidence()["held_out"], planned=bool(plans))
     return Advice(**fields, records=records, verdict=verdict)
+
+
+def optimizer_of(source: Source) -> str | None:
+    """Return the name of the optimizer that a trace was captured with, if it says one.
+
+    Parameters
+    ----------
+    source : Source
+        Trace, or gradients that know of none.
+    """
+    stored = source.trace.attrs.get("optimizer") if isinstance(source, TraceSource) else None
+    # metadata are whatever the user wrote
+    return stored.get("name") if isinstance(stored, Mapping) else None
 
 
 def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, dict[str, float]]:
@@ -263,9 +276,8 @@ def choose(
     properties: Mapping[str, float],
     optimizer: str | None,
     tolerance: float,
-    without: Sequence[str] = (),
+    measured: Sequence[Mapping[str, Any]],
     plans: Sequence[Record] = (),
-    among: Sequence[Mapping[str, Any]] | None = None,
 ) -> Records:
     """Return every measured setting with what it cost in the trainings most alike, the recommended one first.
 
@@ -279,25 +291,21 @@ def choose(
         Name of the optimizer; trainings with both kinds count if it is not known.
     tolerance : float
         Relative difference of the loss that is acceptable.
-    without : sequence of str, optional
-        Trainings to leave out.
+    measured : sequence of mapping
+        Trainings that were measured, as :func:`evidence` has them.
     plans : sequence of mapping, optional
         Records of a plan.
-    among : sequence of mapping, optional
-        Trainings that were measured; those of :func:`evidence` if None.
 
     Returns
     -------
     Records
         As :attr:`Advice.records`.
     """
-    measured = evidence()["trainings"] if among is None else among
-    candidates = [t for t in measured if t["training"] not in without]
-    far = _distances(kind, properties, candidates)
+    far = _distances(kind, properties, measured)
     families = (False, True) if optimizer is None else (is_adaptive(optimizer),)
     settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for adaptive in families:
-        mine = [t for t in candidates if is_adaptive(t["optimizer"]) is adaptive]
+        mine = [t for t in measured if is_adaptive(t["optimizer"]) is adaptive]
         mine.sort(key=lambda t: far[id(t)])
         for training in mine:
             for run in training["runs"]:
@@ -362,7 +370,7 @@ def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, An
     elif acceptable:
         reason = f"within {100 * tolerance:g} % in all of them"
     else:
-        reason = f"up to {signed_percent(high)} from dense, in {worst}"
+        reason = f"up to {signed_percent(high)} % from dense, in {worst}"
     return {
         "low": low,
         "high": high,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gradstats.cli.options import FormatOption, OutputOption, SourceArgument
+from gradstats.cli.options import FormatOption, OutputOption, RttOption, SourceArgument
 from gradstats.cli.output import emit, note
-from gradstats.cli.plan import assumed_link, cluster_of
+from gradstats.cli.plan import assumed_link, cluster_of, only_source
 from gradstats.errors import InputError
 
 __all__ = ["advise"]
@@ -27,10 +25,7 @@ def advise(  # numpydoc ignore=PR01
             metavar="LINK",
         ),
     ] = None,
-    rtt: Annotated[
-        str | None,
-        typer.Option(help="Round trip between two workers of --link: 20ms, 80us.", metavar="TIME"),
-    ] = None,
+    rtt: RttOption = None,
     network: Annotated[
         Path | None,
         typer.Option(
@@ -70,34 +65,24 @@ def advise(  # numpydoc ignore=PR01
     from gradstats import network as networks
     from gradstats.analysis.advise import SENT, advise
     from gradstats.primitives.ratio import RATIOS
-    from gradstats.trace.sources import open_sources
 
-    sources = open_sources(source)
-    if len(sources) > 1:
-        raise InputError(f"{source} holds several traces; give one of them")
+    opened = only_source(source)
     plans: list[dict[str, object]] = []
     if link is not None or network is not None:
         if compute is None:
             raise InputError(
                 "a plan for a link needs --compute, the seconds of a step without its exchange"
             )
-        cluster = cluster_of(network, link, rtt, sources[0].numel, [*RATIOS], SENT, False)
-        plans = networks.plan(sources[0], cluster, compute, [workers], RATIOS, SENT)
+        cluster = cluster_of(network, link, rtt, opened.numel, [*RATIOS], SENT, False)
+        plans = networks.plan(opened, cluster, compute, [workers], RATIOS, SENT)
         if link is not None:
             note(assumed_link(cluster))
     elif rtt is not None or compute is not None:
         raise InputError("--rtt and --compute are of a link: give --link, or --network")
-    found = advise(
-        sources[0], plans, optimizer=optimizer, tolerance=tolerance, without=without or ()
-    )
+    found = advise(opened, plans, optimizer=optimizer, tolerance=tolerance, without=without or ())
     columns = ["rule", "ratio", "memory", "format", "low", "high", "runs", "bytes", "reason"]
     if plans:
         columns.insert(-1, "speedup")
-    width = shutil.get_terminal_size().columns
-    if format == "table" and output is None:
-        typer.echo(f"{found.verdict.headline}.\n")
-        for line in found.verdict.numbers.split("\n"):
-            typer.echo(textwrap.fill(line, width, break_on_hyphens=False) + "\n")
     emit(
         found.records,
         format,
@@ -105,4 +90,5 @@ def advise(  # numpydoc ignore=PR01
         columns=columns,
         title="Settings that were measured",
         group_by=(),
+        answers=(f"{found.verdict.headline}.", *found.verdict.numbers.split("\n")),
     )

@@ -19,6 +19,7 @@ from gradstats.cli.options import (
     OutputOption,
     RankOption,
     RatioOption,
+    RttOption,
     SchedulerOption,
     SourceArgument,
     StepOption,
@@ -188,10 +189,7 @@ def report(  # numpydoc ignore=PR01
             metavar="LINK",
         ),
     ] = None,
-    rtt: Annotated[
-        str | None,
-        typer.Option(help="Round trip between two workers of --link: 20ms, 80us.", metavar="TIME"),
-    ] = None,
+    rtt: RttOption = None,
     workers: Annotated[
         list[int] | None, typer.Option("--workers", help="Number of workers (repeatable).", min=1)
     ] = None,

@@ -197,6 +197,13 @@ SchedulerOption = Annotated[
         "--scheduler", help="Address of a dask cluster that does the work.", metavar="ADDRESS"
     ),
 ]
+RttOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Round trip between two workers of --link, as `ping` shows it: 20ms, 80us.",
+        metavar="TIME",
+    ),
+]
 IndicesOption = Annotated[
     str,
     typer.Option(

@@ -148,8 +148,12 @@ def emit(
     terminal = Console()
     color = output is None and terminal.is_terminal and not terminal.no_color
     width = shutil.get_terminal_size().columns
-    # wrapped here, as render takes records only
-    above = [textwrap.fill(answer, width) for answer in answers if format == "table"]
+    # wrapped here, as render takes records only; names such as sidco-e stay whole
+    above = [
+        textwrap.fill(answer, width, break_on_hyphens=False)
+        for answer in answers
+        if format == "table"
+    ]
     tables = (
         render(
             group,

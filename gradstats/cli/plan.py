@@ -21,6 +21,7 @@ from gradstats.cli.options import (
     IndicesOption,
     OutputOption,
     RatioOption,
+    RttOption,
     SourceArgument,
     ValuesOption,
     compressors,
@@ -31,8 +32,9 @@ from gradstats.errors import InputError
 
 if TYPE_CHECKING:
     from gradstats.network import Network
+    from gradstats.trace.sources import Source
 
-__all__ = ["assumed_link", "cluster_of", "plan"]
+__all__ = ["assumed_link", "cluster_of", "only_source", "plan"]
 
 _CAVEAT = "Predicted, not run; the prediction says nothing about how training converges."
 
@@ -65,13 +67,7 @@ def plan(  # numpydoc ignore=PR01
             metavar="LINK",
         ),
     ] = None,
-    rtt: Annotated[
-        str | None,
-        typer.Option(
-            help="Round trip between two workers of --link, as `ping` shows it: 20ms, 80us.",
-            metavar="TIME",
-        ),
-    ] = None,
+    rtt: RttOption = None,
     compute: Annotated[
         list[float] | None,
         typer.Option(
@@ -153,13 +149,10 @@ def plan(  # numpydoc ignore=PR01
     from gradstats.collectives.codec import PLAIN, Codec
     from gradstats.console import progress_bar
     from gradstats.network.rates import format_rate, parse_rate
-    from gradstats.trace.sources import open_sources
 
     points = _points(measured) if measured else []
     compute = compute or _computing(points)
-    sources = open_sources(source)
-    if len(sources) > 1:
-        raise InputError(f"{source} holds several traces; give one of them")
+    opened = only_source(source)
     rates: list[float | tuple[float, float]] = [parse_rate(text) for text in bandwidth or ()]
     if up or down:
         if not (up and down) or rates:
@@ -170,10 +163,10 @@ def plan(  # numpydoc ignore=PR01
     with progress_bar() as bar:
         bar.add_task("plan", total=None)
         cluster = cluster_of(
-            measured_network, link, rtt, sources[0].numel, ratio, compressor or (), codec != PLAIN
+            measured_network, link, rtt, opened.numel, ratio, compressor or (), codec != PLAIN
         )
         records = network.plan(
-            sources[0],
+            opened,
             cluster,
             compute,
             workers,
@@ -279,6 +272,32 @@ def _points(path: Path) -> Records:
         raise InputError(
             f"{path} is not JSON of bench-network; write it with `bench-network --format json`"
         ) from None
+
+
+def only_source(path: Path | str) -> Source:
+    """Open the one source at a path.
+
+    Parameters
+    ----------
+    path : str or Path
+        Trace, or file of gradients.
+
+    Returns
+    -------
+    Source
+        The source.
+
+    Raises
+    ------
+    InputError
+        If it is a folder of several.
+    """
+    from gradstats.trace.sources import open_sources
+
+    found = open_sources(path)
+    if len(found) > 1:
+        raise InputError(f"{path} holds several traces; give one of them")
+    return found[0]
 
 
 def cluster_of(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from gradstats.analysis.advise import optimizer_of
 from gradstats.analysis.rules import COUNTING, judged_rules
 from gradstats.analysis.verdicts import (
     Verdict,
@@ -91,16 +92,14 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
         What plans for networks say of this source.
     """
     source = measured.source
-    trace = source.trace if isinstance(source, TraceSource) else None
-    settings = {} if trace is None else trace.attrs
-    optimizer, ratio = settings.get("optimizer"), settings.get("ratio")
+    ratio = source.trace.attrs.get("ratio") if isinstance(source, TraceSource) else None
     shares = {r["step"]: r["shares"] for r in _of(measured.energy, kind) if r["shares"]}
     rows = _of(measured.ledger, kind)
     return should_compress(
         argument_of(source),
         shares,
         {ratio: _even(source.numel, ratio) for ratio in next(iter(shares.values()), ())},
-        optimizer=optimizer.get("name") if isinstance(optimizer, Mapping) else None,
+        optimizer=optimizer_of(source),
         ratio=ratio if isinstance(ratio, int | float) else None,
         # nothing is lost at a ratio that the gradient with the fewest zeros fits in
         nonzero=1 - min(r["least_zeros"] for r in rows) / source.numel,

@@ -57,8 +57,9 @@ def measured(monkeypatch):
     return give
 
 
-def chosen(optimizer="SGD", tolerance=0.02, **given):
-    return advise.choose("gradient", ALIKE, optimizer, tolerance, **given)
+def chosen(optimizer="SGD", tolerance=0.02, without=(), plans=()):
+    known = [t for t in advise.evidence()["trainings"] if t["training"] not in without]
+    return advise.choose("gradient", ALIKE, optimizer, tolerance, known, plans)
 
 
 def said(records, planned=False):

@@ -94,13 +94,13 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     assert evidence()["held_out"] == {k: v for k, v in made.items() if k != "rows"}
 
 
-def test_the_page_of_a_choice_counts_right():
+def test_the_pages_of_a_choice_count_right():
     found = evidence()["trainings"]
 
-    def kept(rule, ratio):
+    def kept(rule, ratio, optimizers=("sgd", "adamw")):
         """Return in how many short trainings all runs stayed within 2 %, and how many there are."""
         runs = [
-            run["above"] for each in found for run in each["runs"]
+            run["above"] for each in found if each["optimizer"] in optimizers for run in each["runs"]
             if (run["rule"], run["ratio"], run["steps"]) == (rule, ratio, losses.STEPS)
         ]  # fmt: skip
         return sum(max(above) <= 0.02 for above in runs), len(runs)
@@ -113,4 +113,12 @@ def test_the_page_of_a_choice_counts_right():
     within, of, topk = map(int, counts.groups())
     assert kept("dense-bf16", 1.0) == kept("dense-fp8", 1.0) == (within, of)
     assert kept("topk", 0.1) == (topk, of)
+    text = " ".join((DOCS / "decide.md").read_text(encoding="utf-8").split())
+    for optimizer, words in (
+        ("sgd", r"within 2 % of the dense loss in (\d+) of (\d+) short trainings"),
+        ("adamw", r"With AdamW it did so in (\d+) of (\d+)\."),
+    ):
+        counts = re.search(words, text)
+        assert counts
+        assert kept("topk", 0.1, (optimizer,)) == tuple(map(int, counts.groups()))
     assert all(math.isfinite(x) for each in found for run in each["runs"] for x in run["above"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradstats.analysis.verdicts.verdict import Verdict
+from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
 
-__all__ = ["FEWEST_ALIKE", "signed_percent", "what_to_try"]
+__all__ = ["FEWEST_ALIKE", "what_to_try"]
 
 FEWEST_ALIKE = 3
 """Measured trainings below which nothing is predicted."""
@@ -56,11 +56,11 @@ def what_to_try(
     else:
         headline = f"Try {_setting(best)}"
         count = best["trainings"]
-        ends = " to ".join(signed_percent(best[end]) for end in ("low", "high"))
+        ends = " to ".join(f"{signed_percent(best[end])} %" for end in ("low", "high"))
         said = (
             f"In the {count} measured trainings{like} whose gradients are most like these ({best['evidence']}; "
             f"{best['runs']} runs) it ended {ends} from the dense loss: "
-            f"expect yours to be above all of them in one case of {count + 1}."
+            f"expect yours to end above this range in one case of {count + 1}."
         )
         if planned:
             said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
@@ -68,31 +68,15 @@ def what_to_try(
         if less:
             said += f" {_setting(less[-1])} ended {less[-1]['reason']}."
     kept = (
-        f"Made for each measured training without it, such advice ended within {100 * held['tolerance']:g} % of dense "
-        f"in {held['within']} of {held['of']}; these are short trainings of small models."
+        f"Made without the training that it was judged on, such advice ended within {100 * held['tolerance']:g} % of "
+        f"dense in {held['within']} of {held['of']}; these are short trainings of small models."
     )
     return Verdict(headline, "\n".join((said, kept, _TRY)))
 
 
 def _setting(record: Mapping[str, Any]) -> str:
     """Return a setting in words."""
-    said = f"{record['rule']}"
-    if record["ratio"] < 1:
-        said += f" at ratio {record['ratio']:g}"
-        said += (
-            " with error feedback" if record["memory"] == "residual" else " without error feedback"
-        )
-    return said
-
-
-def signed_percent(share: float) -> str:
-    """Return a difference in per cent, with its sign.
-
-    Parameters
-    ----------
-    share : float
-        The difference, as a share.
-    """
-    # adding 0.0 makes a negative zero plain
-    digits = 1 if abs(share) < 0.1 else 0
-    return f"{round(100 * share, digits) + 0.0:+.{digits}f} %".replace("-", "−")
+    if record["ratio"] == 1:
+        return str(record["rule"])
+    feedback = "with" if record["memory"] == "residual" else "without"
+    return f"{record['rule']} at ratio {record['ratio']:g} {feedback} error feedback"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradstats.analysis.verdicts.verdict import Verdict
+from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
 
 __all__ = ["trial_result"]
 
@@ -38,11 +38,11 @@ def trial_result(
     runs = f"{pairs} pairs of {steps} steps"
     if diverged:
         return Verdict("Refused: the compressed training diverged", diverged, True)
-    ends = [f"{100 * v:+.{1 if abs(v) < 0.1 else 0}f}" for v in difference]
+    ends = [*map(signed_percent, difference)]
     numbers = (
         f"The compressed loss ends {ends[0]} % from the dense one ({ends[1]} to {ends[2]}, {runs}), "
         f"tolerance {100 * tolerance:.2g} %."
-    ).replace("-", "−")
+    )
     if equal:
         numbers += " All losses are equal: nothing that was installed changed the training."
     if decision == "confirmed":

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAR", "FITS", "Verdict", "joined", "listed", "percent", "signed"]
+__all__ = ["FAR", "FITS", "Verdict", "joined", "listed", "percent", "signed", "signed_percent"]
 
 FITS = math.log(1.05)
 """Median |ln| of a law's thresholds over the exact ones up to which it fits, where these are known that well."""
@@ -80,6 +80,17 @@ def signed(value: float) -> str:
     """
     # adding 0.0 makes a negative zero plain
     return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+
+
+def signed_percent(share: float) -> str:
+    """Return a difference in per cent, with its sign: a digit after the point below ten per cent.
+
+    Parameters
+    ----------
+    share : float
+        The difference, as a share.
+    """
+    return f"{100 * share:+.{1 if abs(share) < 0.1 else 0}f}".replace("-", "−")
 
 
 def joined(parts: Iterable[str]) -> str:
