@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
+import psutil
 import pytest
 import scheduler
 from pages import block
@@ -46,11 +50,14 @@ def test_what_is_read_from_the_server_is_counted():
 
 
 def test_a_worker_says_its_peak_since_it_was_asked_before():
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    if scheduler.peak_of("self") > psutil.Process().memory_info().rss / 1e6 + 60:
+        pytest.skip("the kernel does not forget a process's peak")
     seconds, _ = scheduler.used(fresh=True)
-    held = bytearray(200_000_000)
+    held = mmap.mmap(-1, 200_000_000)  # what malloc gets back it may keep
     held[::4096] = b"x" * len(held[::4096])
     after, peak = scheduler.used()
-    del held
+    held.close()
     scheduler.used(fresh=True)
     again = scheduler.used()[1]
     assert after >= seconds

@@ -169,7 +169,10 @@ def test_whole_systems_are_planned_as_they_train(ratio):
                 # and a message that is too short is sent again in part
                 assert 0.8 <= length / record["bytes"] < 1.6
             else:  # messages have room for more
-                assert record["selected"] == selected
+                ties = (
+                    selected - record["selected"]
+                )  # of a matrix, what equals its k-th is sent too
+                assert 0 <= ties <= sum(x.ndim == 2 for x in layers.values())
                 assert record["bytes"] < length < 1.25 * record["bytes"]
             assert record["layers"] == {}
         assert found["redsync-quantised"]["basis"] == "assumed"
