@@ -90,12 +90,13 @@ def info(  # numpydoc ignore=PR01
 def _describe(source: TraceSource, everything: bool) -> str:
     from gradstats.analysis.info import describe
     from gradstats.tables import visible
+    from gradstats.trace.remote import asked_for
 
     trace, width = source.trace, shutil.get_terminal_size().columns
     facts = describe(source)
     indent = 3 + max(map(len, facts))
     # not through textwrap, which would break a long path
-    lines = [f"{trace.path}"]
+    lines = [asked_for(trace.path)]
     for name, text in facts.items():
         first = f"  {name:<{indent - 2}}"
         lines += textwrap.wrap(

@@ -182,10 +182,9 @@ def _provenance(measured: Sequence[Measured]) -> str:
     rows = []
     for m in measured:
         attributes = m.source.trace.attrs if isinstance(m.source, TraceSource) else {}
-        path = m.source.trace.path if isinstance(m.source, TraceSource) else m.source.name
         rows.append(
             {
-                "source": str(path),
+                "source": argument_of(m.source),
                 "steps": ", ".join(map(str, m.steps)),
                 "ranks": ", ".join(str(r) for r in dict.fromkeys(r["rank"] for r in m.ledger)),
                 "kinds": ", ".join(m.kinds),

@@ -30,6 +30,7 @@ from gradstats.primitives.ratio import target_count
 from gradstats.report.measured import Measured
 from gradstats.statistics.compressibility import control
 from gradstats.trace import Kind
+from gradstats.trace.remote import asked_for
 from gradstats.trace.sources import Source, TraceSource
 
 __all__ = ["COUNTING", "QUESTIONS", "SHOULD", "Verdict", "argument_of", "missing_ranks", "should"]
@@ -66,9 +67,9 @@ def argument_of(source: Source) -> str:
     Returns
     -------
     str
-        The path of a trace, the name of anything else.
+        The path or address of a trace, the name of anything else.
     """
-    return str(source.trace.path) if isinstance(source, TraceSource) else source.name
+    return asked_for(source.trace.path) if isinstance(source, TraceSource) else source.name
 
 
 def _of(records: Sequence[dict[str, Any]], kind: Kind) -> list[dict[str, Any]]:

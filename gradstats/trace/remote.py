@@ -16,10 +16,12 @@ from gradstats.errors import InputError, first_line
 from gradstats.files import address_of
 from gradstats.primitives.ratio import shown
 
-__all__ = ["local"]
+__all__ = ["asked_for", "local"]
 
 _AT_ONCE = 64
 """Files that are asked for together: a request takes tens of milliseconds, whatever it brings."""
+_ADDRESSES: dict[Path, str] = {}
+"""What each fetched file or folder was asked for as: the copy goes with the process, and pages stay."""
 
 
 def local(path: str | Path) -> Path:
@@ -56,6 +58,17 @@ def local(path: str | Path) -> Path:
                 ) from None
         return Path(path)
     return _fetch(address)
+
+
+def asked_for(path: Path) -> str:
+    """Return the address that a path of this machine was fetched from; the path itself if it was here.
+
+    Parameters
+    ----------
+    path : Path
+        What :func:`local` returned.
+    """
+    return _ADDRESSES.get(path, str(path))
 
 
 # errors are not kept: the next call tries again
@@ -98,7 +111,9 @@ def _fetch(address: str) -> Path:
         raise
     except Exception as error:
         raise InputError(f"cannot read {address}: {first_line(error)}") from None
-    return home / f"{name}{key}"
+    copy = home / f"{name}{key}"
+    _ADDRESSES[copy] = address
+    return copy
 
 
 def _copy_folder(system: Any, inner: str, home: Path) -> None:

@@ -19,6 +19,7 @@ from capture import Capture
 from gradstats import open_trace, save_safetensors
 from gradstats.errors import GradstatsError, InputError
 from gradstats.files import address_of, replace_file
+from gradstats.report.questions import argument_of
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import open_sources
 
@@ -78,6 +79,9 @@ def test_reading_from_archives_memory_and_http(trace, tmp_path):
     assert np.array_equal(open_trace(f"zip://run.zarr::{tmp_path}/all.zip").read(1), expected)
     (source,) = open_sources(f"file://{trace}")
     assert source.name == "run"
+    # what pages and `info` say stays true when the copy has gone
+    assert argument_of(source) == f"file://{trace}"
+    assert argument_of(open_sources(trace)[0]) == str(trace)
     fsspec.filesystem("memory").put(str(trace), "/held/run.zarr", recursive=True)
     assert np.array_equal(open_trace("memory://held/run.zarr").read(1), expected)
     torch.save({"model": {"w": torch.ones(5)}}, tmp_path / "x.pt")
