@@ -5,7 +5,8 @@ Nothing else in this package looks for members of a state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -17,11 +18,13 @@ from gradstats.trace import COMPRESSION, LAYER_COMPRESSION, Kind
 
 if TYPE_CHECKING:
     from gradstats.hooks import Diagnosis, Scaler, StepRecord
+    from gradstats.hooks.gradient import Pair
     from gradstats.hooks.torch_private import GradBucket
 
 __all__ = [
     "ObservedState",
     "Reports",
+    "corrected_each",
     "name_parameters",
     "observe",
     "records_steps",
@@ -164,6 +167,39 @@ def observe(state: object, bucket: GradBucket | None = None) -> ObservedState:
     if isinstance(state, PowerSGDState):
         return _PowerSGD(state, bucket)
     return _Partial(state)
+
+
+def corrected_each(state: ObservedState, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+    """Return what a state is about to compress of several parameters' gradients.
+
+    Parameters
+    ----------
+    state : ObservedState
+        A state. Where it has a method ``corrected_each(pairs)``, that is called, once; else ``corrected`` for each.
+    pairs : sequence of (torch.Tensor, torch.Tensor)
+        Parameters and their gradients.
+    """
+    if _asked_together(type(state)):
+        together: Callable[[Sequence[Pair]], list[torch.Tensor]] = state.corrected_each  # type: ignore[attr-defined]
+        return together(pairs)
+    return [state.corrected(parameter, gradient) for parameter, gradient in pairs]
+
+
+@cache
+def _asked_together(kind: type) -> bool:
+    """Tell whether a class has a ``corrected_each`` that says what its ``corrected`` does.
+
+    A subclass may have changed ``corrected`` alone.
+    """
+    first = next(
+        (
+            set(vars(c)) & {"corrected", "corrected_each"}
+            for c in kind.__mro__
+            if "corrected" in vars(c)
+        ),
+        (),
+    )
+    return "corrected_each" in first
 
 
 def records_steps(state: object) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from capture.recorder import Phase, Recorder, warn
-from capture.states import ObservedState, observe, scaler_of
+from capture.states import ObservedState, corrected_each, observe, scaler_of
 from capture.taps.accumulation import Accumulation
 from capture.taps.layout import Layout
 from capture.taps.tap import Tap
@@ -354,7 +354,7 @@ class BucketTap(Tap):
         if not copy.possible:
             return False
         for kind, array in arrays.items():
-            copy.copy(array, observed.corrected if kind == "corrected" else None)
+            copy.copy(array, observed if kind == "corrected" else None)
         return True
 
 
@@ -381,26 +381,22 @@ class _BucketCopy:
         """Tell whether a bucket is still the one that this was made for: DDP makes new ones once."""
         return buffer.data_ptr() == self._buffer.data_ptr() and buffer.shape == self._buffer.shape
 
-    def copy(
-        self,
-        array: Any,
-        correct: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        """Copy the gradients, or what a function makes of each, to their places in an array."""
+    def copy(self, array: Any, state: ObservedState | None = None) -> None:
+        """Copy the gradients, or what a state is about to compress of them, to their places in an array."""
         # the writer's buffers are few and come back in turn: each gets its views once
         if id(array) not in self._targets:
             whole = torch.from_numpy(array)
-            # what a function makes is flat, or of the parameter's shape; flat is less to do, if it is so already
+            # what a state makes is flat, or of the parameter's shape; flat is less to do, if it is so already
             views = [
-                whole[slot] if correct else whole[slot].view(p.shape)
+                whole[slot] if state else whole[slot].view(p.shape)
                 for slot, (p, _) in zip(self._slots, self._pairs, strict=True)
             ]
             # with the array, so that its id is not given to another
             self._targets[id(array)] = array, views
         targets, sources = self._targets[id(array)][1], self._sources
-        if correct is not None:
-            # called for each parameter all the same, but copied in one call
-            sources = [correct(p, gradient).reshape(-1) for p, gradient in self._pairs]
+        if state is not None:
+            found = corrected_each(state, self._pairs)
+            sources = [each if each.ndim == 1 else each.reshape(-1) for each in found]
         with torch.no_grad():
             copy_all(targets, sources)
 

@@ -29,6 +29,7 @@ from gradstats.trace.sources import Source, TraceSource, open_source
 __all__ = [
     "NEAREST",
     "SENT",
+    "TOLERANCE",
     "Advice",
     "advise",
     "choose",
@@ -38,6 +39,8 @@ __all__ = [
     "properties_of",
 ]
 
+TOLERANCE = 0.02
+"""Relative difference of the loss to dense training that is acceptable where nothing else is asked for."""
 NEAREST = 5
 """Measured trainings that a prediction rests on. Of so many and one more that are alike, each is the worst as often: a
 new one is worse than all five in one case of six."""
@@ -121,7 +124,7 @@ def advise(
     plans: Sequence[Record] = (),
     *,
     optimizer: str | None = None,
-    tolerance: float = 0.02,
+    tolerance: float = TOLERANCE,
     without: Sequence[str] = (),
     **over: Unpack[Gradients],
 ) -> Advice:

@@ -21,7 +21,7 @@ from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.corrections import AdamCorrection
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
-from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
+from gradstats.hooks.gradient import FlatGradient, Pair, flatten, warm_up_writing
 from gradstats.hooks.guard import Guard, NonFinite
 from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.leftover import Leftover
@@ -299,17 +299,46 @@ class CompressionState(Facts):
         tensor, shape (n,)
             Flat, in logical order, in unscaled units.
         """
-        scale = self.current.scale
-        flat = flatten(parameter, self._setup.leftover.without(parameter, gradient))
+        (corrected,) = self.corrected_each([(parameter, gradient)])
+        return corrected
+
+    def corrected_each(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+        """Return what :meth:`corrected` does for several parameters, in few calls.
+
+        Parameters
+        ----------
+        pairs : sequence of (torch.Tensor, torch.Tensor)
+            Parameters of the model, and their gradients.
+
+        Returns
+        -------
+        list of tensor, shape (n,) each
+            In the order of `pairs`.
+        """
+        setup, scale = self._setup, self.current.scale
+        leftover, slots = setup.leftover, setup.layout.slots
+        leftover.settle([parameter for parameter, _ in pairs])
+        if leftover.parts:
+            pairs = [(p, leftover.without(p, gradient)) for p, gradient in pairs]
+        found = [flatten(p, gradient) for p, gradient in pairs]
         # times the inverse, in the memory's dtype, as the step does: dividing would give other bits
         if scale != 1:
-            flat = flat.to(self._setup.layout.dtype) * (1 / scale)
-        slot = self._setup.layout.slots.get(id(parameter))
-        if not self._setup.gradient.allocated or slot is None:
-            return flat
-        if self._setup.further(parameter):
-            return self.memory.preview(flat, slot, further=True)
-        return self.memory.preview(flat, slot)
+            found = [flat.to(setup.layout.dtype) * (1 / scale) for flat in found]
+        if not setup.gradient.allocated:
+            return found
+        together = []
+        for i, (parameter, _) in enumerate(pairs):
+            slot = slots.get(id(parameter))
+            if slot is None:  # averaged densely
+                continue
+            if setup.further(parameter):
+                found[i] = self.memory.preview(found[i], slot, further=True)
+            else:
+                together.append((i, slot))
+        several = self.memory.previews([found[i] for i, _ in together], [s for _, s in together])
+        for (i, _), each in zip(together, several, strict=True):
+            found[i] = each
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs, of this rank alone: every rank saves its own.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.analysis.advise import optimizer_of
+from gradstats.analysis.advise import TOLERANCE, choose, evidence, optimizer_of
 from gradstats.analysis.rules import COUNTING, judged_rules
 from gradstats.analysis.verdicts import (
     Verdict,
@@ -24,6 +24,7 @@ from gradstats.analysis.verdicts import (
     tail_tests,
     tail_weight,
     uneven,
+    what_to_try,
     which_rule,
 )
 from gradstats.primitives.ratio import target_count
@@ -93,21 +94,34 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
         What plans for networks say of this source.
     """
     source = measured.source
-    ratio = source.trace.attrs.get("ratio") if isinstance(source, TraceSource) else None
     shares = {r["step"]: r["shares"] for r in _of(measured.energy, kind) if r["shares"]}
     rows = _of(measured.ledger, kind)
     return should_compress(
         argument_of(source),
         shares,
         {ratio: _even(source.numel, ratio) for ratio in next(iter(shares.values()), ())},
-        optimizer=optimizer_of(source),
-        ratio=ratio if isinstance(ratio, int | float) else None,
+        tried=_tried(measured),
         # nothing is lost at a ratio that the gradient with the fewest zeros fits in
         nonzero=1 - min(r["least_zeros"] for r in rows) / source.numel,
         # one step is enough: the sum over workers passes NaN on to all
         sound=not any(r["nonfinite"] for r in rows),
         advice=advice,
     )
+
+
+def _tried(measured: Measured) -> Verdict:
+    """Return what :func:`gradstats.advise` says, from what was measured already."""
+    # as it does: the gradient if there is one, else what it is compressed as
+    kind: Kind = "gradient" if "gradient" in measured.kinds else measured.kinds[0]
+    numel, optimizer = measured.source.numel, optimizer_of(measured.source)
+    sketches = [s for (of, _), s in measured.sketches.items() if of == kind]
+    found = {"zeros": [1 - s.magnitudes.count / numel for s in sketches]}
+    for row in _of(measured.energy, kind):
+        for ratio, share in row["shares"].items():
+            found.setdefault(f"energy_{ratio:g}", []).append(share)
+    properties = {name: float(np.median(values)) for name, values in found.items() if values}
+    records = choose(kind, properties, optimizer, TOLERANCE, evidence()["trainings"])
+    return what_to_try(records, optimizer, evidence()["held_out"], planned=False)
 
 
 def _even(numel: int, ratio: float) -> float:

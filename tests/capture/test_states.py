@@ -11,7 +11,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from capture import Capture
-from capture.states import ObservedState, Reports, observe, records_steps, step_columns, unnamed
+from capture.states import (
+    ObservedState,
+    Reports,
+    corrected_each,
+    observe,
+    records_steps,
+    step_columns,
+    unnamed,
+)
 from gradstats.compressors import TopK
 from gradstats.hooks import CompressionState, StepRecord
 
@@ -51,6 +59,24 @@ def test_parts_of_the_protocol_are_used():
     assert not observe(off).error_feedback
     assert observe(Corrected()).error_feedback
     assert torch.equal(observe(Corrected()).corrected(MODEL.weight, GRADIENT), 2 * GRADIENT)
+
+
+def test_what_corrects_several_at_once_is_asked_once_and_a_changed_sum_counts():
+    class Both(Corrected):
+        def corrected(self, parameter, gradient):
+            return 3 * gradient
+
+        def corrected_each(self, pairs):
+            return [4 * gradient for _, gradient in pairs]
+
+    class OneChanged(Both):
+        def corrected(self, parameter, gradient):
+            return 5 * gradient
+
+    pairs = [(MODEL.weight, GRADIENT), (MODEL.bias, GRADIENT[0, :2])]
+    for state, times in ((observe(Corrected()), 2), (Both(), 4), (OneChanged(), 5)):
+        found = corrected_each(state, pairs)
+        assert all(torch.equal(a, times * g) for a, (_, g) in zip(found, pairs, strict=True)), times
 
 
 def test_a_state_that_implements_the_protocol_is_used_as_it_is():

@@ -1,79 +1,18 @@
-"""Whether to compress: what it would save, what it cost in trainings that were measured, and what to do next."""
+"""Whether to compress: what it would save, what kept the loss in trainings that were measured, and what is next."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from gradstats.analysis.verdicts.verdict import Verdict, joined, signed
-from gradstats.primitives.ratio import RATIOS
+from gradstats.analysis.verdicts.verdict import Verdict, joined
 
-__all__ = ["EVIDENCE", "LITTLE", "Training", "is_adaptive", "should_compress"]
+__all__ = ["is_adaptive", "should_compress"]
 
-LITTLE = 0.05
-"""Nats above dense training up to which a loss is small."""
 _UNIT = "\N{NO-BREAK SPACE}%"
 _SPARSE = 0.1
 """Share of elements that are not zero up to which a gradient is sparse already."""
 _ADAPTIVE = ("ada", "lamb", "lion", "muon", "prodigy", "rms", "shampoo", "soap")
 """What is in the names of optimizers whose step is not proportional to the gradient, as in FusedAdam and Adam8bit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """How far trainings with ``topk`` and error feedback ended above dense ones of the same seeds.
-
-    Attributes
-    ----------
-    name : str
-        What was trained.
-    results : str
-        File of docs/results that has the runs.
-    optimizer : str
-        Optimizer, in words.
-    adaptive : bool
-        Whether its step is not proportional to the gradient.
-    behind : mapping of float to (float, float)
-        By ratio, least and most nats over the seeds that the loss ended above the dense one, on data not trained on.
-    early : mapping of float to float
-        By ratio, nats that the training loss of the first tenth of the steps was above; mean over the seeds.
-    """
-
-    name: str
-    results: str
-    optimizer: str
-    adaptive: bool
-    behind: Mapping[float, tuple[float, float]]
-    early: Mapping[float, float]
-
-
-EVIDENCE = (
-    Training(
-        "ResNet-8 on CIFAR-10",
-        "plateau-resnet8-cifar16.jsonl",
-        "SGD with momentum",
-        False,
-        {0.1: (0.00, 0.01), 0.01: (0.04, 0.08), 0.001: (0.23, 0.31)},
-        {0.1: 0.01, 0.01: 0.05, 0.001: 0.16},
-    ),
-    Training(
-        "an LSTM on the Penn Treebank",
-        "plateau-lstm-ptb.jsonl",
-        "SGD with momentum",
-        False,
-        {0.1: (-0.02, 0.02), 0.01: (0.05, 0.07), 0.001: (0.19, 0.28)},
-        {0.1: 0.00, 0.01: 0.02, 0.001: 0.09},
-    ),
-    Training(
-        "a small GPT on Python's manual",
-        "plateau-gpt-pydoc.jsonl",
-        "AdamW",
-        True,
-        {0.1: (0.19, 0.21), 0.01: (0.58, 0.66), 0.001: (1.12, 1.20)},
-        {0.1: 0.25, 0.01: 0.46, 0.001: 0.63},
-    ),
-)
-"""Trainings of two workers from three seeds, to a plateau."""
 
 
 def is_adaptive(optimizer: str) -> bool:
@@ -92,8 +31,7 @@ def should_compress(
     shares: Mapping[int, Mapping[float, float]],
     even: Mapping[float, float],
     *,
-    optimizer: str | None,
-    ratio: float | None,
+    tried: Verdict,
     nonzero: float,
     sound: bool,
     advice: Sequence[str],
@@ -108,10 +46,8 @@ def should_compress(
         Share of Σg² that the largest elements hold, by step and ratio; empty where there are too few to say.
     even : mapping of float to float
         That of a normal vector of the same size.
-    optimizer : str or None
-        Name of the training's optimizer, if it is known.
-    ratio : float or None
-        Ratio that the training sent, if it did.
+    tried : Verdict
+        What to try by measured trainings that are alike, as :func:`what_to_try` says it.
     nonzero : float
         Share of the elements that are not zero.
     sound : bool
@@ -150,28 +86,21 @@ def should_compress(
             "better than to choose at random, which every training that was measured lost by."
         )
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
-    adaptive = None if optimizer is None else is_adaptive(optimizer)
-    # of an unknown optimizer both families are told
-    measured = [t for t in EVIDENCE if adaptive is None or t.adaptive is adaptive]
-    costs = " ".join(_cost(measured, family, ratio) for family in (False, True)).strip()
-    small = _ratio_of_little(measured)
+    costs = " ".join(tried.numbers.partition("Next:")[0].split())
+    setting = tried.headline.removeprefix("Try ")
+    found = setting != tried.headline
     if advice:
         headline = advice[0].partition(". ")[0].rstrip(".")
         # a plan knows the network, not what a training loses
-        if adaptive and "don't compress" not in headline:
-            headline += f"; but behind {optimizer} it cost much"
-        following = (
-            "train both ways for a tenth of the steps and compare the losses; which rule sends k: "
-        )
-        following += f"gradstats quality {name}"
-    elif adaptive:
-        headline = f"Not behind {optimizer}, by what was measured"
-        # local steps leave each worker’s optimizer its dense gradients
-        following = f"{plan} --local-steps 20"
+        if "don't compress" not in headline and setting not in headline:
+            headline += "; by trainings that were measured: "
+            headline += setting if found else tried.headline[0].lower() + tried.headline[1:]
+        following = f"which rule sends k: gradstats quality {name}; then gradstats.Trial, dense beside compressed"
+    elif found:
+        headline, following = f"If the network is slow: try {setting}", plan
     else:
-        headline = f"If the network is slow: topk with error feedback, at ratio {small:g}"
-        headline += "" if optimizer else "; not behind Adam"
-        following = plan
+        # local steps leave each worker’s optimizer its dense gradients
+        headline, following = tried.headline, f"{plan} --local-steps 20"
     return Verdict(headline, f"{saves}\n{costs} {holding}.\nNext: {following}")
 
 
@@ -185,40 +114,6 @@ def _holding(shares: Mapping[int, object], held: Mapping[float, Sequence[float]]
     steps = [*shares]
     at = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {joined(map(str, steps))}"
     return f"Here the largest hold {joined(listed)} of Σg² {at}"
-
-
-def _cost(measured: Sequence[Training], adaptive: bool, own: float | None) -> str:
-    """Say what trainings with one kind of optimizer lost."""
-    family = [t for t in measured if t.adaptive is adaptive]
-    if not family:
-        return ""
-    ratios = [r for r in family[0].behind if all(r in t.behind for t in family)]
-    ends = {
-        r: (min(t.behind[r][0] for t in family), max(t.behind[r][1] for t in family))
-        for r in ratios
-    }
-    listed: list[str] = []
-    for ratio, (low, high) in ends.items():
-        span = signed(low) if low == high else f"{signed(low)} to {signed(high)}"
-        unit = "" if listed else " nats above dense training"
-        listed.append(f"{span}{unit} at {ratio:g}{' (this run’s ratio)' if ratio == own else ''}")
-    of = joined([t.name for t in family])
-    # the smallest ratio is behind most, and soonest
-    early = max(t.early[ratios[-1]] for t in family)
-    text = (
-        f"Trained by {family[0].optimizer}, topk with error feedback ended {joined(listed)} "
-        f"({of}; 2 workers, 3 seeds), and at {ratios[-1]:g} up to {early:.2f} above it in the first tenth of the steps."
-    )
-    if not adaptive:
-        text += " Sending all in the first twentieth (redsync) mended most of that for the ResNet, not for the LSTM."
-    return text
-
-
-def _ratio_of_little(measured: Sequence[Training]) -> float:
-    """Return the smallest ratio at which no training without an adaptive optimizer lost more than :data:`LITTLE`."""
-    plain = [t for t in measured if not t.adaptive]
-    ratios = [r for t in plain for r, (_, high) in t.behind.items() if high <= LITTLE]
-    return min((r for r in ratios if ratios.count(r) == len(plain)), default=max(RATIOS))
 
 
 def _percent(share: float) -> str:

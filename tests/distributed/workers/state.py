@@ -125,7 +125,9 @@ def remembered(rank, world, name):
             [references[r].step(own_gradient(net, r, step), k) for r in range(world)], axis=0
         )
         if step == 5:  # what a capture would see is what is compressed
-            previews = [state.corrected(p, torch.ones_like(p)) for p in net.parameters()]
+            pairs = [(p, torch.ones_like(p)) for p in net.parameters()]
+            previews = [state.corrected(*pair) for pair in pairs]
+            assert all(map(torch.equal, previews, state.corrected_each(pairs)))
         backward(ddp, rank, step)
         got = flat_gradients(net)
         worst = max(worst, float(np.abs(got - expected).max() / np.abs(expected).max()))
