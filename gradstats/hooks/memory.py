@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradstats.errors import InputError
+from gradstats.hooks.torch_private import add_each
 from gradstats.primitives.ratio import check_number
 
 __all__ = ["ErrorFeedback", "Memory", "NoMemory"]
@@ -288,7 +289,7 @@ class ErrorFeedback(Memory):
         own = type(self).preview is ErrorFeedback.preview
         if self.decay != 1 or not own or not gradients:
             return super().previews(gradients, slots)
-        return list(torch._foreach_add(list(gradients), [self._residual[slot] for slot in slots]))
+        return add_each(gradients, [self._residual[slot] for slot in slots])
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Keep what was not sent of the corrected gradient as the residual."""

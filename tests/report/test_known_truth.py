@@ -41,7 +41,7 @@ MAKE = {
     "short": lambda rng, step: exponential(rng, step)[:60],
     "one element": lambda rng, _: np.array([1.5], np.float32),
 }
-IF_SLOW = r"If the network is slow: topk with error feedback, at ratio 0\.1; not behind Adam$"
+IF_SLOW = r"If the network is slow: try dense-fp8$"
 NO_LAW = r"No law can be judged$"
 TRUE = {
     "uniform": {
