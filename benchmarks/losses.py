@@ -24,12 +24,14 @@ from typing import Any
 
 import numpy as np
 from records import RESULTS, ROOT, Row, by, command, complete, grid, show, stored
+from scipy.stats import permutation_test, rankdata, zscore
 
 from capture.atlas import PIECES, settings_of
 from capture.workloads import WORKLOADS, RunConfig, run
 from capture.workloads.launch import RunFailedError
 from gradstats.analysis.advise import choose
 from gradstats.primitives.ratio import RATIOS
+from gradstats.statistics.resampling import holm
 
 FILE = RESULTS / "losses.jsonl"
 PAGE = "losses.md"
@@ -54,8 +56,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "sidco-p": {"compressor": "sidco-p"},
     "topk without feedback": {"compressor": "topk", "error_feedback": False},
     "dense-fp8": {"compressor": "dense-fp8", "ratio": 1.0},
+    "topk of AdamW's steps": {"compressor": "topk", "adam_correction": True},
     "ef-signsgd": {"compressor": "ef-signsgd", "ratio": 1.0},
 }
+PROPERTIES = {
+    "energy_0.01": "energy of the largest 1 %",
+    "energy_0.001": "energy of the largest 0.1 %",
+    "zeros": "zeros",
+    "cosine": "cosine of the ranks",
+}
+FEWEST = 5
+"""Trainings below which no property is said to go with the loss."""
 CORE = (DENSE, "topk", "dense-bf16", "dense-fp8")
 UNTUNED = ("dense-bf16", "dense-fp8")
 """Systems that train at the dense rate: they send every element, with fewer bits."""
@@ -64,6 +75,8 @@ UNTUNED = ("dense-bf16", "dense-fp8")
 def settings(piece: str, systems: Sequence[str]) -> Iterator[tuple[str, str, float]]:
     """Yield a piece with every system and ratio."""
     for system in systems:
+        if "adam_correction" in SYSTEMS[system] and not piece.endswith("/adamw"):
+            continue
         fixed = SYSTEMS[system].get("ratio")
         for ratio in RATIOS if fixed is None else (fixed,):
             yield piece, system, ratio
@@ -140,7 +153,8 @@ def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: fl
     chosen = SYSTEMS[system]
     keeps = chosen.get("error_feedback", True) and not system.startswith("dense")
     row: Row = {"rule": chosen["compressor"], "ratio": ratio}
-    row |= {"memory": "residual" if keeps else "none"}
+    memory = "adam" if "adam_correction" in chosen else "residual"
+    row |= {"memory": memory if keeps else "none"}
     row |= {"format": {"dense-bf16": "bfloat16", "dense-fp8": "fp8"}.get(system, "float32")}
     return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
 
@@ -237,9 +251,8 @@ def _column(run: Row) -> str:
     """Return what a setting is called."""
     if run["ratio"] == 1:
         return f"`{run['rule']}`"
-    return f"`{run['rule']}` {run['ratio']:g}" + (
-        " without feedback" if run["memory"] == "none" else ""
-    )
+    of = {"none": " without feedback", "adam": " of AdamW's steps"}.get(run["memory"], "")
+    return f"`{run['rule']}` {run['ratio']:g}{of}"
 
 
 def _cell(above: Sequence[float] | None) -> str:
@@ -249,6 +262,58 @@ def _cell(above: Sequence[float] | None) -> str:
         return "diverged"
     ends = [f"{100 * x:+.1f}".replace("-", "−") for x in (min(above), max(above))]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def predictors(found: Sequence[Row]) -> list[Row]:
+    """Return how the loss behind top-k goes with each property of the gradients, over trainings.
+
+    A training counts once, with the means over its optimizers, because its gradients under two of them are alike. ρ is
+    Spearman's, p two-sided by permutation.
+    """
+    rows = []
+    for name in PROPERTIES:
+        for ratio in RATIOS:
+            points: dict[str, list[tuple[float, float]]] = {}
+            for each in found:
+                value = each["properties"].get("gradient", {}).get(name)
+                above = [
+                    x for run in each["runs"] for x in run["above"]
+                    if (run["rule"], run["memory"], run["ratio"], run["steps"])
+                    == ("topk", "residual", ratio, STEPS)
+                ]  # fmt: skip
+                if value is not None and above:
+                    pair = (value, statistics.fmean(above))
+                    points.setdefault(each["training"], []).append(pair)
+            means = [
+                tuple(map(statistics.fmean, zip(*pairs, strict=True))) for pairs in points.values()
+            ]
+            if len(means) < FEWEST:
+                continue
+            # Spearman's is the correlation of ranks, and scipy's of each permutation would take minutes
+            x, y = zscore(rankdata(np.array(means), axis=0), axis=0).T
+            test = permutation_test(
+                (x,), lambda x, axis=-1, y=y: np.mean(x * y, axis), vectorized=True,
+                permutation_type="pairings", n_resamples=9999, rng=np.random.default_rng(0),
+            )  # fmt: skip
+            row = {"property": name, "ratio": ratio, "trainings": len(means)}
+            rows.append(row | {"rho": float(test.statistic), "p": float(test.pvalue)})
+    return rows
+
+
+def predicted(found: Sequence[Row]) -> str:
+    """Return which property goes with the loss as Markdown; the last column has the least p of a property by Holm."""
+    rows = predictors(found)
+    adjusted = holm(np.array([r["p"] for r in rows]))
+    lines = []
+    for name, text in PROPERTIES.items():
+        mine = [(r, p) for r, p in zip(rows, adjusted, strict=True) if r["property"] == name]
+        if mine:
+            cells = [f"{r['rho']:+.2f} ({r['p']:.2g})".replace("-", "−") for r, _ in mine]
+            lines.append(
+                [text, str(mine[0][0]["trainings"]), *cells, f"{min(p for _, p in mine):.2g}"]
+            )
+    heads = " | ".join(f"`topk` {ratio:g}, ρ (p):" for ratio in RATIOS)
+    return grid(f"property of the gradient | trainings: | {heads} | least p of {len(rows)}:", lines)
 
 
 def judged(found: Mapping[str, Any]) -> str:
@@ -285,7 +350,8 @@ def main() -> None:
         complete(FILE, key, cases, run_one)
     found = trainings(stored(FILE), stored(RESULTS / "atlas.jsonl"))
     made = held_out(found)
-    show({"losses": table(found), "held-out": judged(made)}, options.write, PAGE)
+    tables = {"losses": table(found), "predictors": predicted(found), "held-out": judged(made)}
+    show(tables, options.write, PAGE)
     if options.write:
         rest = {k: v for k, v in made.items() if k != "rows"}
         dump = {"held_out": rest, "trainings": found}

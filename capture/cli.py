@@ -17,6 +17,7 @@ import typer
 from capture.atlas import atlas
 from capture.lab.cli import bench_network
 from capture.options import (
+    AdamCorrectionOption,
     AutocastOption,
     AverageOption,
     BatchSizeOption,
@@ -118,6 +119,7 @@ def capture(  # numpydoc ignore=PR01
     indices: IndicesOption = "plain",
     values: ValuesOption = "float32",
     error_feedback: ErrorFeedbackOption = True,
+    adam_correction: AdamCorrectionOption = False,
     steps: StepsOption = None,
     every: Annotated[
         int, typer.Option(help="Capture every S-th step, or exchange.", metavar="S")
@@ -228,6 +230,7 @@ def capture(  # numpydoc ignore=PR01
             indices=indices,
             values=values,
             error_feedback=error_feedback,
+            adam_correction=adam_correction,
             seed=seed,
             data_dir=data_dir,
             out=out,

@@ -24,6 +24,7 @@ from gradstats.cli.options import compressors, one_of
 from gradstats.console import messages
 
 __all__ = [
+    "AdamCorrectionOption",
     "AutocastOption",
     "AverageOption",
     "BatchSizeOption",
@@ -93,6 +94,13 @@ ErrorFeedbackOption = Annotated[
     typer.Option(
         "--error-feedback/--no-error-feedback",
         help="Add what was not sent to the next gradient.",
+    ),
+]
+AdamCorrectionOption = Annotated[
+    bool,
+    typer.Option(
+        "--adam-correction",
+        help="With AdamW: compress each rank's own steps of it, in place of gradients.",
     ),
 ]
 StepsOption = Annotated[int | None, typer.Option(help="Number of steps to train.")]

@@ -132,6 +132,9 @@ class RunConfig:
         Number of steps in the beginning in which the learning rate rises to its value; as the workload's if None.
     error_feedback : bool
         Whether what is not sent is added to the next gradient, where the compressor is made for that.
+    adam_correction : bool
+        Whether each rank makes AdamW's step of its own gradient before the exchange, and these are compressed, see
+        :class:`gradstats.hooks.AdamCorrection`. The rate and the weight decay are AdamW's.
     local_steps : int
         Local steps from one exchange to the next, see :class:`gradstats.hooks.LocalSteps`; 0 for DDP, which averages
         in every step. What is compressed, and captured, are then pseudo-gradients.
@@ -207,6 +210,7 @@ class RunConfig:
     lr_schedule: LearningRates | None = None
     lr_warm_up: int | None = None
     error_feedback: bool = True
+    adam_correction: bool = False
     local_steps: int = 0
     outer: Outer = "diloco"
     outer_learning_rate: float | None = None
@@ -365,7 +369,8 @@ class RunConfig:
             weight_decay=self._chosen("weight_decay") or 0.0,
             # 0 switches clipping off
             clip=self._chosen("clip") or None,
-            clip_kind=self.clip_kind or ("local" if system else "averaged"),
+            # what AdamCorrection sends are steps, which no norm bounds
+            clip_kind=self.clip_kind or ("local" if system or self.adam_correction else "averaged"),
             warm_up=warm_up,
         )
 
@@ -427,6 +432,7 @@ class RunConfig:
         self._check_parallel()
         self._check_kinds()
         self._check_local_steps()
+        self._check_adam_correction()
         self._check_checkpoint()
         if self.nproc < 1:
             raise InputError(f"nproc must be at least 1, not {self.nproc}")
@@ -512,6 +518,29 @@ class RunConfig:
             raise InputError(
                 f"{self.workload} trains with {self.optimizer_name}, without momentum: leave it out, and of systems "
                 f"with a momentum of their own use the rule, such as {RULE}dgc"
+            )
+
+    def _check_adam_correction(self) -> None:
+        from gradstats.compressors import COMPRESSORS, RULE
+
+        if not self.adam_correction:
+            return
+        if self.optimizer_name != "AdamW":
+            raise InputError(
+                f"adam_correction takes the place of AdamW, and {self.workload} trains with {self.optimizer_name}: use "
+                "optimizer=adamw"
+            )
+        # torch's own hooks and FSDP have no memory that could be another, and local steps keep their optimizer
+        ours = self.compressor in COMPRESSORS and COMPRESSORS[self.compressor].feedback
+        able = self.compressor.startswith(RULE) or (ours and self.compressor != DENSE)
+        if not able or self.parallel != "ddp" or self.local_steps:
+            raise InputError(
+                "adam_correction needs a compressor with error feedback, such as topk, parallel=ddp and no local steps"
+            )
+        if not self.error_feedback or self.clip_kind == "averaged":
+            raise InputError(
+                "adam_correction has a memory of its own, and clips each rank's gradient: leave error_feedback and "
+                "clip_kind out"
             )
 
     def _check_local_steps(self) -> None:
@@ -635,6 +664,7 @@ class RunConfig:
             ),
             **({"options": dict(self.options)} if self.options else {}),
             "error_feedback": self.error_feedback and not dense,
+            **({"adam_correction": True} if self.adam_correction else {}),
             "seed": self.seed,
             "steps": self.setting("steps"),
             "batch_size": self.setting("batch_size"),

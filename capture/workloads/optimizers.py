@@ -9,9 +9,9 @@ from capture.workloads.config import RunConfig
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["make_optimizers"]
+__all__ = ["BETAS", "make_optimizers"]
 
-_BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.95)
 """AdamW's decays, as transformers are trained."""
 
 
@@ -36,14 +36,17 @@ def make_optimizers(config: RunConfig, model: torch.nn.Module) -> list[torch.opt
     decayed: dict[str, Any] = {"lr": rate, "weight_decay": training.weight_decay}
     name = config.optimizer_name
     trained = [p for p in model.parameters() if p.requires_grad]
+    if config.adam_correction:
+        # the memory has made Adam's steps; to subtract them, and rate · decay · parameter, is what is left of AdamW
+        return [torch.optim.SGD(trained, **decayed)]
     if name == "AdamW":
-        return [torch.optim.AdamW(trained, betas=_BETAS, **decayed)]
+        return [torch.optim.AdamW(trained, betas=BETAS, **decayed)]
     if name == "Muon":
         matrices = _matrices(model)
         chosen = {id(p) for p in matrices}
         # by identity: == compares elements
         rest = [p for p in trained if id(p) not in chosen]
-        adamw = [torch.optim.AdamW(rest, betas=_BETAS, **decayed)] if rest else []
+        adamw = [torch.optim.AdamW(rest, betas=BETAS, **decayed)] if rest else []
         return [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decayed), *adamw]
     outside = not config.whole_system  # a system corrects its momentum in the memory
     decay = training.weight_decay if outside else 0.0

@@ -18,12 +18,19 @@ from capture.creation import Overwrite
 from capture.facade import Capture
 from capture.workloads.baselines import EXCHANGES, Exchange, TorchTopK
 from capture.workloads.config import DENSE, RunConfig, RunResult
-from capture.workloads.optimizers import make_optimizers
+from capture.workloads.optimizers import BETAS, make_optimizers
 from capture.workloads.resume import Checkpoint
 from capture.workloads.sharding import clip_gradients, compress, shard, whole
 from gradstats.compressors import Compressor, SparseCompressor, make_compressor
 from gradstats.console import progress_bar
-from gradstats.hooks import CompressionState, Diagnosis, LocalSteps, ShardHook, compression_hook
+from gradstats.hooks import (
+    AdamCorrection,
+    CompressionState,
+    Diagnosis,
+    LocalSteps,
+    ShardHook,
+    compression_hook,
+)
 from gradstats.hooks.systems import diloco, make_state, sparseloco
 from gradstats.trace.format import OF_PARAMETERS
 
@@ -240,6 +247,7 @@ def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:
         state = CompressionState(
             compressor,
             error_feedback=config.error_feedback and compressor.feedback,
+            memory=AdamCorrection(BETAS) if config.adam_correction else None,
             named_parameters=named,
             ratio_at=(lambda step: 1.0 if step < warm_up else None) if warm_up else None,
             **options,

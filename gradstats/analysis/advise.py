@@ -88,8 +88,9 @@ class Advice(Shown):
         Name for :func:`gradstats.compressors.make_compressor`; ``"none"`` for dense averaging.
     ratio : float
         Kept fraction k/d; 1 for dense rules.
-    memory : {"residual", "none"}
-        Whether what is not sent is kept for later steps.
+    memory : {"residual", "adam", "none"}
+        Whether what is not sent is kept for later steps; ``"adam"`` for the steps of each rank's Adam,
+        :class:`gradstats.hooks.AdamCorrection`.
     format : str
         Number format of the values that are sent.
     low, high : float

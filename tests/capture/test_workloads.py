@@ -240,6 +240,24 @@ def test_a_run_captures_what_its_optimizer_applies(tmp_path, settings):
     assert after.sum(dtype=np.float64) == pytest.approx(result.checksum, abs=1e-6)
 
 
+@pytest.mark.distributed
+def test_all_of_one_ranks_steps_of_adamw_are_adamws():
+    usual = {"workload": "gpt-pydoc", "size": "0.1M", "vocab": 60, "nproc": 1, "batch_size": 4}
+    usual |= {"steps": 8, "optimizer": "adamw", "learning_rate": 0.01, "evaluate": False}
+    dense = run(RunConfig(**usual, compressor="none"))
+    config = RunConfig(**usual, compressor="topk", ratio=1.0, adam_correction=True)
+    corrected = run(config)
+    # clipped before the step, and its decay after it, as with AdamW
+    assert config.training().clip_kind == "local"
+    assert corrected.losses == pytest.approx(dense.losses, rel=1e-5)
+    # of one twentieth the rest comes later
+    few = run(config.replace(ratio=0.05))
+    assert few.losses[0] == dense.losses[0]
+    assert few.losses[-1] > dense.losses[-1] + 0.01
+    assert config.metadata()["adam_correction"] is True
+    assert "adam_correction" not in RunConfig(**usual).metadata()
+
+
 def test_learning_rates():
     def rates(**settings):
         config = RunConfig(**DIGITS | {"learning_rate": 2.0} | settings)
@@ -291,6 +309,22 @@ def test_learning_rates():
         ({"optimizer": "muon", "compressor": "dgc"}, "trains with Muon, without momentum"),
         ({"optimizer": "muon", "parallel": "fsdp", "compressor": "none"}, "whole matrices"),
         ({"optimizer": "muon", "local_steps": 4}, "whole matrices"),
+        (
+            {"adam_correction": True},
+            "takes the place of AdamW, and resnet20-digits trains with SGD",
+        ),
+        *(
+            ({"optimizer": "adamw", "adam_correction": True} | other, message)
+            for other, message in (
+                ({"compressor": "none"}, "needs a compressor with error feedback"),
+                ({"compressor": "torch-topk"}, "needs a compressor with error feedback"),
+                ({"compressor": "signsgd"}, "needs a compressor with error feedback"),
+                ({"local_steps": 2}, "no local steps"),
+                ({"parallel": "hsdp", "nproc": 4}, "parallel=ddp"),
+                ({"error_feedback": False}, "a memory of its own"),
+                ({"clip": 1.0, "clip_kind": "averaged"}, "clips each rank's gradient"),
+            )
+        ),
         ({"kinds": ("updates",)}, "did you mean update"),
         ({"kinds": ("update",), "local_steps": 4}, "take pseudogradient"),
         ({"kinds": ("pseudogradient",)}, "give local_steps too"),

@@ -11,6 +11,11 @@ __all__ = ["FEWEST_ALIKE", "what_to_try"]
 
 FEWEST_ALIKE = 3
 """Measured trainings below which nothing is predicted."""
+_MEMORIES = {
+    "residual": "with error feedback",
+    "none": "without error feedback",
+    "adam": "of AdamW's steps (memory=AdamCorrection())",
+}
 _TRY = "Next: try it on yours with gradstats.Trial, docs/howto/trial.md"
 
 
@@ -78,5 +83,5 @@ def _setting(record: Mapping[str, Any]) -> str:
     """Return a setting in words."""
     if record["ratio"] == 1:
         return str(record["rule"])
-    feedback = "with" if record["memory"] == "residual" else "without"
-    return f"{record['rule']} at ratio {record['ratio']:g} {feedback} error feedback"
+    kept = _MEMORIES[record["memory"]]
+    return f"{record['rule']} at ratio {record['ratio']:g} {kept}"
