@@ -138,19 +138,28 @@ def losses() -> Figure:
     figure, axes = panels(
         1, 2, "Top-k with error feedback: loss above dense training at equal steps"
     )
+    names = list(dict.fromkeys(each["training"] for each in found))
     for ax, (adaptive, title) in zip(axes[0], kinds.items(), strict=True):
         for each in found:
             runs = [r for r in each["runs"] if (r["rule"], r["memory"]) == ("topk", "residual")]
-            if is_adaptive(each["optimizer"]) is not adaptive or not runs:
+            if is_adaptive(each["optimizer"]) is not adaptive:
                 continue
-            points = sorted((r["ratio"], 100 * sum(r["above"]) / len(r["above"])) for r in runs)
-            ax.plot(*zip(*points, strict=True), marker="o", label=each["training"])
+            # a training has its colour in both panels, and a line for each length it was trained for
+            for steps in dict.fromkeys(r["steps"] for r in runs):
+                mine = (r for r in runs if r["steps"] == steps)
+                points = sorted((r["ratio"], 100 * sum(r["above"]) / len(r["above"])) for r in mine)
+                label = each["training"] + ("" if steps == 120 else f", {steps} steps")
+                style = {"color": f"C{names.index(each['training'])}", "label": label}
+                style["linestyle"] = "-" if steps == 120 else "--"
+                ax.plot(*zip(*points, strict=True), marker="o", **style)
         ax.axhspan(-2, 2, color="0.85", zorder=0, label="within 2 %")
         # linear to 2 %, so that what is below dense has a place
         ax.set(title=title, xlabel="ratio k/d", ylabel="percent above dense", xscale="log")
         ax.set_yscale("symlog", linthresh=2)
         ax.invert_xaxis()
-        ax.legend(fontsize="small")
+        ax.legend(fontsize="x-small", loc="lower left", ncols=2)
+        # room for it below the lines
+        ax.set_ylim(bottom=-300)
     return figure
 
 
