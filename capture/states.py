@@ -191,15 +191,8 @@ def _asked_together(kind: type) -> bool:
 
     A subclass may have changed ``corrected`` alone.
     """
-    first = next(
-        (
-            set(vars(c)) & {"corrected", "corrected_each"}
-            for c in kind.__mro__
-            if "corrected" in vars(c)
-        ),
-        (),
-    )
-    return "corrected_each" in first
+    nearest = next((c for c in kind.__mro__ if "corrected" in vars(c)), object)
+    return "corrected_each" in vars(nearest)
 
 
 def records_steps(state: object) -> bool:

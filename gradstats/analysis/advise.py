@@ -33,6 +33,7 @@ __all__ = [
     "Advice",
     "advise",
     "choose",
+    "compared_kind",
     "energy_shares",
     "evidence",
     "optimizer_of",
@@ -213,11 +214,10 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         whole gradients are known.
     """
     keys = subset_of(over or {}).keys(source)
-    kinds = {key[1] for key in keys}
+    kinds = [key[1] for key in keys]
     if not source.numel:
         raise InputError(f"{source.name} has no elements to give advice from")
-    # what was not reduced yet, whatever it is called, is what a compressor gets
-    kind = next((k for k in _KINDS if k in kinds), keys[0][1])
+    kind = compared_kind(kinds)
     steps_of: dict[int, list[int]] = {}
     for rank, of_kind, step in keys:
         if of_kind == kind:
@@ -242,6 +242,18 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         compared = agreement(source, kinds=[kind], steps=evenly(common, _MOST_STEPS))
         properties["cosine"] = compared[-1]["cosine"]
     return kind, properties
+
+
+def compared_kind(kinds: Sequence[Kind]) -> Kind:
+    """Return the kind by which trainings are compared: the gradient, else what it is compressed as, else the first.
+
+    Parameters
+    ----------
+    kinds : sequence of Kind
+        Kinds that there are.
+    """
+    # what was not reduced yet, whatever it is called, is what a compressor gets
+    return next((k for k in _KINDS if k in kinds), kinds[0])
 
 
 def energy_shares(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.analysis.advise import TOLERANCE, choose, evidence, optimizer_of
+from gradstats.analysis.advise import TOLERANCE, choose, compared_kind, evidence, optimizer_of
 from gradstats.analysis.rules import COUNTING, judged_rules
 from gradstats.analysis.verdicts import (
     Verdict,
@@ -111,8 +111,7 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
 
 def _tried(measured: Measured) -> Verdict:
     """Return what :func:`gradstats.advise` says, from what was measured already."""
-    # as it does: the gradient if there is one, else what it is compressed as
-    kind: Kind = "gradient" if "gradient" in measured.kinds else measured.kinds[0]
+    kind = compared_kind(measured.kinds)
     numel, optimizer = measured.source.numel, optimizer_of(measured.source)
     sketches = [s for (of, _), s in measured.sketches.items() if of == kind]
     found = {"zeros": [1 - s.magnitudes.count / numel for s in sketches]}

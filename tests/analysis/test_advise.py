@@ -11,6 +11,7 @@ from support.traces import LAYERS, write
 
 import gradstats
 from gradstats.analysis import advise
+from gradstats.analysis.advise import compared_kind
 from gradstats.analysis.verdicts import what_to_try
 from gradstats.errors import InputError
 from gradstats.trace import create_trace
@@ -221,3 +222,9 @@ def test_the_command_says_and_stores_it(measured, tmp_path):
     failed = run("advise", path, "--link", "1gbit")
     assert failed.returncode == 2
     assert "--compute" in failed.stderr
+
+
+def test_trainings_are_compared_by_what_a_compressor_gets():
+    assert compared_kind(["update", "corrected"]) == "corrected"
+    assert compared_kind(["corrected", "gradient"]) == "gradient"
+    assert compared_kind(["pseudogradient", "update"]) == "pseudogradient"
