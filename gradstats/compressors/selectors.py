@@ -81,8 +81,11 @@ class ThresholdSelector(Selector):
             return
         self.estimator.warm_up()
         for numel in _TRIED:
+            tried = torch.linspace(-1, 1, numel).exp()
+            # exact zeros, which a gradient behind a ReLU has, are told from denormals by a loop of their own
+            tried[0] = 0.0
             # of a copy, as selecting moves the state of a rule on
-            copy.deepcopy(self).select(torch.linspace(-1, 1, numel).exp())
+            copy.deepcopy(self).select(tried)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimator's state."""

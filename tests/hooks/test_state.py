@@ -340,8 +340,12 @@ compiled, compile_ = [], Loop.compile
 Loop.compile = lambda loop, sig: (compiled.append(loop.py_func.__name__), compile_(loop, sig))[1]
 ddp = DistributedDataParallel(torch.nn.Linear(2100, 2100))
 ddp.register_comm_hook(state, compression_hook)
+torch.manual_seed(0)
 for _ in range(2):
-    ddp(torch.randn(2, 2100)).square().mean().backward()
+    inputs = torch.randn(2, 2100)
+    # gradients that are exactly zero, as behind a ReLU
+    inputs[:, :100] = 0
+    ddp(inputs).square().mean().backward()
 print(name, compiled, flush=True)
 os._exit(0)
 """
