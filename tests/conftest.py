@@ -55,6 +55,14 @@ ARRAYS = {"numpy": np.asarray, "torch": as_tensor}
 TRACES = {name: DATA / f"{name}.zarr" for name in ("resnet20", "resnet20-ef")}
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Have torch draw the same for a test in every run: what fails once fails again."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=ARRAYS.values(), ids=ARRAYS)
 def xp(request):
     """Turn a float32 NumPy array into the array type under test."""
