@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -24,8 +24,37 @@ STEPS, RATIO = 60, 0.01
 """Steps of each training, and the ratio of its top-k with error feedback."""
 _AT = {"early": range(6, 10), "middle": range(30, 34), "late": range(56, 60)}
 """Steps captured whole, on all ranks."""
+_RECORDS, _SERIES = "atlas.jsonl", "atlas-steps.jsonl"
+
+
+class _Part(NamedTuple):
+    """A training of a piece: what is captured of it, and where its records go."""
+
+    suffix: str
+    """Of the trace's name."""
+    file: str
+    settings: dict[str, Any]
+    phases: dict[str, Sequence[int]]
+    """Steps, or exchanges, that are captured; all if there are none."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The file and the first kind, by which records of the part are known."""
+        return self.file, self.settings["kinds"][0]
+
+
 _KINDS = ("gradient", "corrected", "update")
-_RECORDS = "atlas.jsonl"
+_WHOLE = _Part("", _RECORDS, {"kinds": _KINDS}, {**_AT})
+_EVERY = _Part(
+    "-steps", _SERIES, {"kinds": _KINDS, "store": "sketches", "ranks": (0,), "every": 1}, {}
+)
+# DiLoCo with an exchange every five steps, of which there are twelve
+_LOCAL = _Part(
+    "-local",
+    _RECORDS,
+    {"kinds": ("pseudogradient",), "compressor": "none", "local_steps": 5},
+    {"early": range(1, 3), "middle": range(5, 7), "late": range(10, 12)},
+)
 
 # What a training has that differs from its workload's defaults: batches for a minute on two cores, and the folder of
 # its data below --data-dir. Under SGD with momentum 0.9 the rates are those at which the loss falls.
@@ -93,6 +122,11 @@ def settings_of(piece: str, data_dir: Path | None = None) -> dict[str, Any]:
     return settings | {"workload": training}
 
 
+def _parts(piece: str) -> list[_Part]:
+    """Return the trainings of a piece: Muon has two optimizers, which local steps do not keep."""
+    return [_WHOLE, _EVERY, *([] if piece.endswith("/muon") else [_LOCAL])]
+
+
 def run_piece(config: RunConfig, phases: dict[str, Sequence[int]]) -> list[dict[str, Any]]:
     """Train, and reduce the trace to records.
 
@@ -101,22 +135,24 @@ def run_piece(config: RunConfig, phases: dict[str, Sequence[int]]) -> list[dict[
     config : RunConfig
         Settings of the training, with a trace to create.
     phases : dict of str to sequence of int
-        Steps of each phase.
+        Steps of each phase; none for a series of every step.
 
     Returns
     -------
     list of dict
-        Records of :func:`gradstats.analysis.atlas.atlas_records`, with the first and the last losses.
+        Records of :func:`gradstats.analysis.atlas.atlas_records`, or of :func:`gradstats.analysis.atlas.step_records`,
+        with the first and the last losses.
     """
     from capture.workloads import run
-    from gradstats.analysis.atlas import atlas_records
+    from gradstats.analysis.atlas import atlas_records, step_records
 
     assert config.out is not None
     losses = run(config).losses
     # a tenth of the steps at either end: losses of single batches scatter
     few = max(len(losses) // 10, 1)
     ends = {"first_loss": sum(losses[:few]) / few, "last_loss": sum(losses[-few:]) / few}
-    return [record | ends for record in atlas_records(config.out, phases)]
+    records = atlas_records(config.out, phases) if phases else step_records(config.out)
+    return [record | ends for record in records]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -140,6 +176,8 @@ def _short(value: Any) -> Any:
     """Return numbers with five digits, which are as many as samples of steps are good for."""
     if isinstance(value, dict):
         return {k: _short(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_short(v) for v in value]
     if isinstance(value, float):
         # JSON has neither NaN nor infinity; NaN is not below infinity
         return float(f"{value:.5g}") if abs(value) < float("inf") else None
@@ -171,42 +209,43 @@ def atlas(  # numpydoc ignore=PR01
     """
     refuse_address(out)
     chosen = list(_chosen(only))
-    file = out / _RECORDS
     out.mkdir(parents=True, exist_ok=True)
-    records = read_records(file)
-    done = {r["piece"] for r in records}
+    records = {name: read_records(out / name) for name in (_RECORDS, _SERIES)}
+    done = {(r["piece"], (name, r["kind"])) for name, each in records.items() for r in each}
     for piece in chosen:
-        if piece in done:
-            continue
-        try:
-            settings = settings_of(piece, data_dir)
-        except InputError as error:
-            # what is asked for by name fails; a run of everything leaves it out
-            if only:
-                raise
-            note(f"{piece} is left out: {error}")
-            continue
-        trace = out / f"{piece.replace('/', '-')}.zarr"
-        at = tuple(step for steps in _AT.values() for step in steps)
-        config = run_config(**settings, label=piece, out=trace, at=at, kinds=_KINDS, overwrite=True)
-        config.check()
-        training, optimizer = piece.split("/")
-        labels: dict[str, Any] = {"piece": piece, "training": training, "optimizer": optimizer}
-        labels |= {"rate": config.initial_learning_rate}
-        note(f"{piece}: {config.nproc} processes, {STEPS} steps")
-        with signals_end_the_command():
-            found = [_short(labels | r) for r in run_piece(config, dict(_AT))]
-        records += found
-        # a piece is recorded whole, or not at all
-        replace_file(file, "".join(json.dumps(r) + "\n" for r in records))
-        if not keep:
-            # after the records are on the disk: without them the piece is trained again
-            shutil.rmtree(trace)
-        note(f"  loss {found[0]['first_loss']:.3f} → {found[0]['last_loss']:.3f}")
+        for part in _parts(piece):
+            if (piece, part.key) in done:
+                continue
+            try:
+                settings = settings_of(piece, data_dir) | part.settings
+            except InputError as error:
+                # what is asked for by name fails; a run of everything leaves it out
+                if only:
+                    raise
+                note(f"{piece} is left out: {error}")
+                break
+            trace = out / f"{piece.replace('/', '-')}{part.suffix}.zarr"
+            at = tuple(step for steps in part.phases.values() for step in steps)
+            config = run_config(**settings, label=piece, out=trace, at=at, overwrite=True)
+            config.check()
+            training, optimizer = piece.split("/")
+            labels: dict[str, Any] = {"piece": piece, "training": training, "optimizer": optimizer}
+            labels |= {"rate": config.initial_learning_rate}
+            note(f"{piece}{part.suffix}: {config.nproc} processes, {STEPS} steps")
+            with signals_end_the_command():
+                found = [_short(labels | r) for r in run_piece(config, part.phases)]
+            records[part.file] += found
+            # a training is recorded whole, or not at all
+            lines = (json.dumps(r) + "\n" for r in records[part.file])
+            replace_file(out / part.file, "".join(lines))
+            if not keep:
+                # after the records are on the disk: without them the piece is trained again
+                shutil.rmtree(trace)
+            note(f"  loss {found[0]['first_loss']:.3f} → {found[0]['last_loss']:.3f}")
     if page is not None:
         from gradstats.report.atlas import atlas_page
 
-        replace_file(page, atlas_page(records, PIECES, STEPS))
+        replace_file(page, atlas_page(records[_RECORDS], records[_SERIES], PIECES, STEPS))
 
 
 def _chosen(only: Sequence[str] | None) -> Iterator[str]:

@@ -40,7 +40,7 @@ from gradstats.network import Network
 from gradstats.statistics import compressibility
 
 LIMIT_S = 2.0
-"""Longest time that one call may compute, in seconds: the slowest takes 0.8 on an idle machine, and CI's is not idle."""
+"""Longest time that one call may compute, in seconds: the slowest takes 0.8 on an idle machine, which CI's is not."""
 
 LIMIT_BYTES = 100_000_000
 """Most memory by which one call may raise the process's peak."""

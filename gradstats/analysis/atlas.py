@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradstats.analysis.agreement import agreement
 from gradstats.analysis.closest import closest_laws, law_pairs
+from gradstats.analysis.drift import dataset_of
 from gradstats.analysis.peaks import mixture_records, pot_records
 from gradstats.analysis.quality import quality_series
 from gradstats.analysis.rules import COUNTING, judged_rules
@@ -21,9 +22,12 @@ from gradstats.primitives.select import topk
 from gradstats.statistics.compressibility import compressibility
 from gradstats.tables import Records
 from gradstats.trace import Kind
-from gradstats.trace.sources import Source, open_source
+from gradstats.trace.sources import Source, Subset, open_source
 
-__all__ = ["LEVELS", "atlas_records", "components", "worst_cases"]
+__all__ = ["LAGS", "LEVELS", "atlas_records", "components", "reused", "step_records", "worst_cases"]
+
+LAGS = (1, 5, 20)
+"""Ages, in steps, at which a threshold is compared with the one that is right; RedSync searches every fifth step."""
 
 LEVELS = ("training", "optimizer", "phase", "layer")
 """What nests in what: a training's optimizers, the phases of each, and the layers of each of those."""
@@ -76,6 +80,70 @@ def atlas_records(source: object, phases: Mapping[str, Sequence[int]]) -> Record
         for kind in dict.fromkeys(key[1] for key in keys):
             ranks = sorted(key[0] for key in keys if key[1] == kind)
             found.append({"kind": kind, "phase": phase} | _one(opened, kind, steps, ranks))
+    return found
+
+
+def step_records(source: object) -> Records:
+    """Reduce a trace of every step to a record of series for each kind.
+
+    Parameters
+    ----------
+    source : str, Path, Trace or Source
+        Trace of gradients or of sketches.
+
+    Returns
+    -------
+    Records
+        kind; steps; and for each of them, of the whole gradient of the first rank: rms (root mean square), zeros
+        (share) and threshold (exact, by ratio).
+    """
+    opened = open_source(source)
+    first = min(rank for rank, _, _ in opened.entries())
+    measured = dataset_of(
+        opened, Subset(ranks=[first]), quantities=("rms", "zero_fraction", "threshold")
+    ).isel(rank=0, layer=0)
+    found = Records()
+    for kind in measured.kind.values:
+        of = measured.sel(kind=kind)
+        series = {"rms": of.rms, "zeros": of.zero_fraction}
+        found.append(
+            {"kind": str(kind), "steps": of.step.values.tolist()}
+            | {name: values.values.tolist() for name, values in series.items()}
+            | {"threshold": {str(r): of.threshold.sel(ratio=r).values.tolist() for r in RATIOS}}
+        )
+    return found
+
+
+def reused(records: Sequence[Mapping[str, Any]]) -> Records:
+    """Say how far the exact threshold of a step is from those of the steps before.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records of :func:`step_records`.
+
+    Returns
+    -------
+    Records
+        One record of each series of thresholds and each of :data:`LAGS`: what the given record has for names; ratio;
+        lag; median and high, the factor (at least 1) that half and 95 % of the steps stay within; pairs, how many were
+        compared. Steps with a threshold of zero, where k elements are not there, are left out.
+    """
+    found = Records()
+    for record in records:
+        names = {n: v for n, v in record.items() if isinstance(v, str)}
+        for ratio, thresholds in record["threshold"].items():
+            values = np.array(thresholds, np.float64)
+            # NaN of zeros: no factor lies between them and others
+            logs = np.log(values, where=values > 0, out=np.full(values.shape, math.nan))
+            for lag in LAGS:
+                apart = np.abs(logs[lag:] - logs[:-lag])
+                apart = apart[np.isfinite(apart)]
+                if apart.size:
+                    median, high = np.exp(np.quantile(apart, (0.5, 0.95)))
+                    row = {"ratio": float(ratio), "lag": lag}
+                    row |= {"median": float(median), "high": float(high), "pairs": apart.size}
+                    found.append(names | row)
     return found
 
 

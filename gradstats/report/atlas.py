@@ -9,26 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.analysis.atlas import components, worst_cases
+from gradstats.analysis.atlas import LAGS, components, reused, worst_cases
 from gradstats.analysis.rules import COUNTING
 from gradstats.tables import format_value, render
 
 __all__ = ["atlas_page"]
 
-_KINDS = ("gradient", "corrected", "update")
+_KINDS = ("gradient", "corrected", "update", "pseudogradient")
 
 _HEAD = """# An atlas of gradients
 
 What gradients of small trainings are like, of {trainings} kinds of models under {optimizers}: {pieces} of {all}
 trainings are measured. `gradstats atlas --data-dir DIR --out docs/results --page docs/atlas.md` trains what is
-missing, a piece at a time, adds it to `docs/results/atlas.jsonl`, and writes this page; `--only gpt-pydoc/sgd` runs
-one piece. Traces are rebuilt, not stored.
+missing, a piece at a time, adds it to `docs/results/atlas.jsonl` and `docs/results/atlas-steps.jsonl`, and writes this
+page; `--only gpt-pydoc/sgd` runs one piece. Traces are rebuilt, not stored.
 
 Each training is a [workload](workloads.md) of two ranks, {steps} steps long, with top-k at ratio 0.01 and error
 feedback, from one seed. Steps 6 to 9, 30 to 33 and 56 to 59 are captured whole on both ranks: the gradient, the
 gradient plus what was not sent before (`corrected`, to which a threshold is applied), and the optimizer's update,
-which is the same on all ranks. `sgd` has momentum 0.9. Learning rates are not tuned. Pseudo-gradients of local steps
-and bfloat16 are not in the atlas yet, nor are sketches of the steps between.
+which is the same on all ranks. Sketches of every step come from a second training, alike. Pseudo-gradients are those of
+a third, DiLoCo with an exchange every five steps, of which exchanges 1 and 2, 5 and 6, and 10 and 11 are captured.
+`sgd` has momentum 0.9. Learning rates are not tuned. bfloat16 is not in the atlas yet.
 
 These are short trainings of small models, of one seed each, behind one compressor: they say how much gradients
 differ, not what yours is like.
@@ -44,7 +45,12 @@ not told from zero); bits those of the smallest format with an error below 1 %.
 """
 
 
-def atlas_page(records: Sequence[Mapping[str, Any]], pieces: Sequence[str], steps: int) -> str:
+def atlas_page(
+    records: Sequence[Mapping[str, Any]],
+    series: Sequence[Mapping[str, Any]],
+    pieces: Sequence[str],
+    steps: int,
+) -> str:
     """Return the page of the atlas as Markdown.
 
     Parameters
@@ -52,6 +58,8 @@ def atlas_page(records: Sequence[Mapping[str, Any]], pieces: Sequence[str], step
     records : sequence of mapping
         Records of :func:`gradstats.analysis.atlas.atlas_records`, with piece, training, optimizer, rate, first_loss and
         last_loss.
+    series : sequence of mapping
+        Records of :func:`gradstats.analysis.atlas.step_records`, with piece.
     pieces : sequence of str
         All pieces that there could be, as ``training/optimizer``.
     steps : int
@@ -80,8 +88,10 @@ def atlas_page(records: Sequence[Mapping[str, Any]], pieces: Sequence[str], step
         "Losses are the means of the first and the last tenth of the steps.",
     ]
     for kind in _KINDS:
-        rows = [_one(p, [r for r in records if (r["piece"], r["kind"]) == (p, kind)]) for p in done]
+        each = {p: [r for r in records if (r["piece"], r["kind"]) == (p, kind)] for p in done}
+        rows = [_one(piece, mine) for piece, mine in each.items() if mine]
         parts += [f"## Kind `{kind}`", _READ if kind == _KINDS[0] else "", _markdown(rows)]
+    parts += _over_time([r for p in done for r in series if r["piece"] == p])
     parts += _rules(records)
     parts += _spread(records)
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
@@ -137,6 +147,44 @@ def _one(piece: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found |= {"noise scale": _middle([r["noise_scale"] for r in rows])}
     bits = format_value(_middle([r["bits"] for r in rows]))
     return found | {"bits": f"{bits} ({forms.most_common(1)[0][0]})"}
+
+
+def _over_time(series: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is said of thresholds from step to step."""
+    mine = [r for r in series if r["kind"] == "corrected"]
+    if not mine:
+        return []
+    found = reused(mine)
+    rows = []
+    for record in mine:
+        # the largest growth or fall is from tenth to tenth, as losses are
+        few = max(len(record["rms"]) // 10, 1)
+        first, last = (
+            float(np.median(part)) for part in (record["rms"][:few], record["rms"][-few:])
+        )
+        row: dict[str, Any] = {
+            "training": record["piece"], "rms, last ÷ first": last / first if first else None,
+        }  # fmt: skip
+        for r in found:
+            if r["piece"] == record["piece"] and (r["lag"] == 1 or r["ratio"] == 0.01):
+                row[f"{r['ratio']:g}, {r['lag']} before"] = f"{r['median']:.2f} ({r['high']:.2f})"
+        rows.append(row)
+    text = (
+        "Over all steps, of `corrected`: the root mean square of the last tenth of the steps ÷ that of the first, and "
+        "by which factor the exact threshold is off that of 1, 5 or 20 steps before, by ratio. Half of the steps stay "
+        "within the first number, 95 % within the one in brackets."
+    )
+    if old := [r for r in found if r["lag"] == LAGS[1]]:
+        worst = max(old, key=lambda r: r["high"])
+        text += (
+            " A threshold that is used for five steps, as RedSync's is, is at worst off by "
+            f"{worst['high']:.2f} in 95 % (`{worst['piece']}`, ratio {worst['ratio']:g})."
+        )
+    return [
+        "## From step to step",
+        text,
+        _markdown(rows),
+    ]
 
 
 def _rules(records: Sequence[Mapping[str, Any]]) -> list[str]:

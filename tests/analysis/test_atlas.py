@@ -128,3 +128,37 @@ def test_records_are_those_of_the_trace(tmp_path):
     assert nothing["xi"] == {}
     with pytest.raises(InputError, match="two steps"):
         atlas.atlas_records(path, {"early": (3,)})
+
+
+def test_series_are_those_of_every_step(tmp_path):
+    path = tmp_path / "a.zarr"
+    create_trace(path, LAYERS, world_size=2)
+    for rank in (0, 1):
+        write(path, (3, 4, 5), rank=rank, kinds=("gradient", "update"))
+    first, update = atlas.step_records(path)
+    assert (first["kind"], update["kind"], first["steps"]) == ("gradient", "update", [3, 4, 5])
+    for i, step in enumerate((3, 4, 5)):
+        values = np.sort(np.abs(gradient(step).astype(np.float64)))[::-1]
+        assert first["rms"][i] == pytest.approx(math.sqrt((values**2).mean()))
+        assert first["zeros"][i] == 0
+        # cells are half a percent wide
+        for ratio in (0.1, 0.01):
+            exact = values[round(ratio * NUMEL) - 1]
+            assert first["threshold"][str(ratio)][i] == pytest.approx(exact, rel=0.01)
+
+
+def test_a_threshold_is_judged_by_those_before_it():
+    doubling = [2.0**i for i in range(8)]
+    record = {"piece": "one", "kind": "corrected", "rms": doubling}
+    still = {"0.1": doubling, "0.01": [3.0] * 30, "0.001": [0.0] * 30}
+    found = atlas.reused([record | {"threshold": still}])
+    assert {(r["piece"], r["kind"]) for r in found} == {("one", "corrected")}
+    rows = {(r["ratio"], r["lag"]): (r["median"], r["high"], r["pairs"]) for r in found}
+    assert rows.pop((0.1, 1)) == pytest.approx((2, 2, 7))
+    assert rows.pop((0.1, 5)) == pytest.approx((32, 32, 3))
+    # too short for a lag of 20, and nothing of what is zero
+    assert rows == {(0.01, 1): (1, 1, 29), (0.01, 5): (1, 1, 25), (0.01, 20): (1, 1, 10)}
+    uneven = [1.0, 1.0, 1.0, 4.0, 4.0]
+    (row,) = atlas.reused([record | {"threshold": {"0.1": uneven}}])
+    # of the four pairs three are alike
+    assert (row["median"], row["high"]) == pytest.approx((1, 4 ** (1 - 0.05 * 3)))

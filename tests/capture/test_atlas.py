@@ -17,7 +17,10 @@ from gradstats.report.atlas import atlas_page
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(atlas, "STEPS", 4)
-    monkeypatch.setattr(atlas, "_AT", {"late": range(2, 4)})
+    late = {"late": range(2, 4)}
+    monkeypatch.setattr(atlas, "_WHOLE", atlas._WHOLE._replace(phases=late))
+    settings = atlas._LOCAL.settings | {"local_steps": 1}
+    monkeypatch.setattr(atlas, "_LOCAL", atlas._LOCAL._replace(settings=settings, phases=late))
 
 
 @pytest.mark.distributed
@@ -29,17 +32,24 @@ def test_a_piece_is_recorded_once_and_alike_each_time(tmp_path, short):
     file = tmp_path / "a" / "atlas.jsonl"
     before = file.read_text()
     records = atlas.read_records(file)
+    kinds = ["gradient", "corrected", "update"]
     assert [(r["kind"], r["phase"]) for r in records] == [
-        (kind, "late") for kind in ("gradient", "corrected", "update")
+        (kind, "late") for kind in (*kinds, "pseudogradient")
     ]
+    series = atlas.read_records(tmp_path / "a" / "atlas-steps.jsonl")
+    assert [(r["kind"], r["steps"]) for r in series] == [(kind, [0, 1, 2, 3]) for kind in kinds]
     trace = open_trace(tmp_path / "a" / "policy-cartpole-sgd.zarr")
     assert (trace.steps(), trace.ranks) == ([2, 3], [0, 1])
     zeros = float((trace.read(2, 0, "update") == 0).mean())
-    assert records[-1]["zeros"] == pytest.approx(zeros, rel=1e-4)
+    assert records[2]["zeros"] == pytest.approx(zeros, rel=1e-4)
+    # the second training is the first one again, seen in every step
+    assert series[2]["zeros"][2] == records[2]["zeros"]
+    exchanged = open_trace(tmp_path / "a" / "policy-cartpole-sgd-local.zarr")
+    assert (exchanged.kinds(0), exchanged.steps()) == (["pseudogradient"], [2, 3])
     # most of an update is what top-k sent of two ranks, and the momentum of what it sent before
     assert 0.5 < zeros < 1
     page = (tmp_path / "a.md").read_text()
-    assert page == atlas_page(records, atlas.PIECES, 4)
+    assert page == atlas_page(records, series, atlas.PIECES, 4)
     assert "1 of 36 trainings are measured" in " ".join(page.split())
     assert run("atlas", "--out", tmp_path / "a", *piece).returncode == 0
     assert file.read_text() == before  # skipped
