@@ -50,7 +50,7 @@ def test_a_piece_is_recorded_once_and_alike_each_time(tmp_path, short):
     assert 0.5 < zeros < 1
     page = (tmp_path / "a.md").read_text()
     assert page == atlas_page(records, series, atlas.PIECES, 4)
-    assert "1 of 36 trainings are measured" in " ".join(page.split())
+    assert "1 of 37 trainings are measured" in " ".join(page.split())
     assert run("atlas", "--out", tmp_path / "a", *piece).returncode == 0
     assert file.read_text() == before  # skipped
     assert run("atlas", "--out", tmp_path / "b", *piece).returncode == 0
@@ -60,7 +60,9 @@ def test_a_piece_is_recorded_once_and_alike_each_time(tmp_path, short):
 
 def test_pieces_are_chosen_by_training_optimizer_or_both():
     assert [*atlas._chosen(None)] == [*atlas.PIECES]
-    assert [*atlas._chosen(["gpt-pydoc"])] == [f"gpt-pydoc/{o}" for o in ("sgd", "adamw", "muon")]
+    assert [*atlas._chosen(["gpt-pydoc"])] == [
+        f"gpt-pydoc/{o}" for o in ("sgd", "adamw", "muon", "adamw-bf16")
+    ]
     assert len([*atlas._chosen(["muon", "gpt-pydoc/sgd"])]) == 13
     with pytest.raises(InputError, match="no piece 'gpt-pydoc/lion'"):
         [*atlas._chosen(["gpt-pydoc/lion"])]
