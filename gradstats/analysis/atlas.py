@@ -24,13 +24,25 @@ from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, open_source
 
-__all__ = ["LAGS", "LEVELS", "atlas_records", "components", "reused", "step_records", "worst_cases"]
+__all__ = [
+    *("LAGS", "LEVELS", "atlas_records", "claims", "components", "reused", "step_records"),
+    "worst_cases",
+]
 
 LAGS = (1, 5, 20)
 """Ages, in steps, at which a threshold is compared with the one that is right; RedSync searches every fifth step."""
 
 LEVELS = ("training", "optimizer", "phase", "layer")
 """What nests in what: a training's optimizers, the phases of each, and the layers of each of those."""
+_CLOSE = (0.8, 1.25)
+"""k̂/k that is on target: SIDCo's own tolerance, and the same factor upwards."""
+_CLAIMED = {
+    **dict.fromkeys(("sidco-e", "sidco-gp", "sidco-p", "dgc", "gaussiank"), _CLOSE),
+    "redsync": (1.0, 2.0),
+}
+"""k̂/k between which a paper says that its rule is."""
+_REUSED = LAGS[1]
+"""Steps for which RedSync uses a threshold."""
 _FEWEST_TRAININGS = 5
 """Trainings from which a share of the variance has an interval."""
 _DRAWS = 1000
@@ -195,6 +207,48 @@ def _energy(values: NDArray[np.float64], share: float, total: float) -> float:
     # at least one element, as k everywhere
     kept = np.asarray(topk(values, max(round(share * values.size), 1)).values)
     return float(np.square(kept).sum()) / total if total else math.nan
+
+
+def claims(records: Sequence[Mapping[str, Any]], series: Sequence[Mapping[str, Any]]) -> Records:
+    """Count the trainings in which claims of the papers hold.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        Records of :func:`atlas_records`, each with its ``piece``.
+    series : sequence of mapping
+        Records of :func:`step_records`, each with its ``piece``.
+
+    Returns
+    -------
+    Records
+        One record for each claim, kind and ratio (NaN where it has none): claim; kind; ratio; holds, depends and fails,
+        the numbers of pieces in all of whose phases it holds, in some, and in none. Ratios at which exact top-k does
+        not find k elements are left out.
+    """
+    held: dict[tuple[str, str, float], dict[str, list[bool]]] = {}
+
+    def add(claim: str, record: Mapping[str, Any], ratio: float, holds: bool) -> None:
+        of = held.setdefault((claim, record["kind"], ratio), {})
+        of.setdefault(record["piece"], []).append(holds)
+
+    for record in records:
+        if record["compressible"] is not None:
+            add("compressible", record, math.nan, record["compressible"])
+        for rule, (low, high) in _CLAIMED.items():
+            for ratio, quality in record["rules"].get(rule, {}).items():
+                if record["rules"]["exact"][ratio] > _ENOUGH:
+                    add(rule, record, float(ratio), low <= quality <= high)
+    for r in reused(series):
+        if r["lag"] == _REUSED:
+            add("reuse", r, r["ratio"], r["high"] <= _CLOSE[1])
+    found = Records()
+    for (claim, kind, ratio), by in held.items():
+        all_of = sum(map(all, by.values()))
+        none_of = len(by) - sum(map(any, by.values()))
+        counts = {"holds": all_of, "depends": len(by) - all_of - none_of, "fails": none_of}
+        found.append({"claim": claim, "kind": kind, "ratio": ratio} | counts)
+    return found
 
 
 def worst_cases(records: Sequence[Mapping[str, Any]]) -> Records:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.analysis.atlas import LAGS, components, reused, worst_cases
+from gradstats.analysis.atlas import LAGS, claims, components, reused, worst_cases
 from gradstats.analysis.rules import COUNTING
 from gradstats.tables import format_value, render
 
@@ -94,6 +94,7 @@ def atlas_page(
         parts += [f"## Kind `{kind}`", _READ if kind == _KINDS[0] else "", _markdown(rows)]
     parts += _over_time([r for p in done for r in series if r["piece"] == p])
     parts += _rules(records)
+    parts += _claims(records, series)
     # the same optimizer in fewer bits is no draw of another
     parts += _spread([r for r in records if not r["optimizer"].endswith("-bf16")])
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
@@ -234,6 +235,40 @@ def _rules(records: Sequence[Mapping[str, Any]]) -> list[str]:
     }  # fmt: skip
     shown = [{new: r[old] for old, new in columns.items()} for r in judged]
     return [*parts, "### Whose worst case is best", sentence, _markdown(shown)]
+
+
+_CLAIMS = {
+    "compressible": "gradients are compressible, p > ½ (SIDCo, property 1)",
+    "sidco-e": "SIDCo-E keeps 0.8 to 1.25 k (SIDCo, whose ε is 0.2)",
+    "sidco-gp": "SIDCo-GP does",
+    "sidco-p": "SIDCo-P does",
+    "dgc": "DGC's sample does",
+    "gaussiank": "GaussianK does, which SIDCo says it does not",
+    "redsync": "RedSync's search keeps k to 2 k (RedSync, algorithm 3)",
+    "reuse": "a threshold five steps old is within a quarter, in 95 % of the steps (RedSync, algorithm 5, uses it)",
+}
+
+
+def _claims(records: Sequence[Mapping[str, Any]], series: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is said of the papers' claims."""
+    found = claims(records, series)
+    rows = []
+    for claim, text in _CLAIMS.items():
+        for kind in _KINDS[:2]:
+            row: dict[str, Any] = {"claim": text, "kind": kind}
+            for r in found:
+                if (r["claim"], r["kind"]) == (claim, kind):
+                    column = "any" if math.isnan(r["ratio"]) else f"{r['ratio']:g}"
+                    row[column] = f"{r['holds']} · {r['depends']} · {r['fails']}"
+            if len(row) > 2:
+                rows.append(row)
+    return [
+        "## Where claims of the papers hold",
+        "In how many of the trainings a claim holds in all phases · in some · in none, by ratio (`any`: it has none). "
+        "Where exact top-k does not find k elements nothing is asked of a rule, and where the interval of p contains ½ "
+        "nothing of a phase. [All claims](claims.md), with what they were compared with.",
+        _markdown(rows),
+    ]
 
 
 def _spread(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -162,3 +162,34 @@ def test_a_threshold_is_judged_by_those_before_it():
     (row,) = atlas.reused([record | {"threshold": {"0.1": uneven}}])
     # of the four pairs three are alike
     assert (row["median"], row["high"]) == pytest.approx((1, 4 ** (1 - 0.05 * 3)))
+
+
+def test_a_claim_holds_in_all_phases_in_some_or_in_none():
+    def record(piece, quality, compressible=None, exact=1.0):
+        rules = {"exact": {"0.1": exact}, "sidco-e": {"0.1": quality}, "redsync": {"0.1": quality}}
+        return {"piece": piece, "kind": "gradient", "rules": rules, "compressible": compressible}
+
+    records = [
+        *(record("all", q, True) for q in (0.81, 1.24)),
+        *(record("some", q, c) for q, c in ((0.79, True), (1.1, False))),
+        *(record("none", q, False) for q in (1.26, 1.9)),
+        *(record("few", q, None, exact=0.9) for q in (1.0, 1.0)),
+    ]
+    still, jumping = [1.0] * 40, [1.3 ** (i // 20) for i in range(40)]
+    series = [
+        {"piece": piece, "kind": "corrected", "threshold": {"0.01": values}}
+        for piece, values in (("still", still), ("jumping", jumping))
+    ]
+    found = {
+        (r["claim"], r["kind"], r["ratio"]): (r["holds"], r["depends"], r["fails"])
+        for r in atlas.claims(records, series)
+    }
+    # a piece whose intervals of p all contain 1/2 says nothing
+    assert found.pop(("redsync", "gradient", 0.1)) == (1, 2, 0)
+    assert found.pop(("sidco-e", "gradient", 0.1)) == (1, 1, 1)
+    # a jump in one of forty steps is five of the pairs that are five steps apart
+    assert found.pop(("reuse", "corrected", 0.01)) == (1, 0, 1)
+    ((key, compressible),) = found.items()
+    assert key[:2] == ("compressible", "gradient")
+    assert math.isnan(key[2])
+    assert compressible == (1, 1, 1)
