@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv clean corners coverage demo docs docs-serve figures lab licences lint lock matrix notebooks sbom tables test \
-  tutorial types
+.PHONY: .venv clean corners coverage demo docs docs-serve figures lab licences lint lock matrix mutants notebooks sbom tables \
+  test tutorial types
 
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
@@ -105,6 +105,11 @@ docs-serve: .venv
 figures: .venv
 	$(BIN)/python tools/figures.py
 	if command -v chromium >/dev/null; then $(BIN)/python tools/screenshot.py; fi
+
+# Ten faults at random, and whether the tests notice them: others every day. Some minutes of tests a fault.
+mutants: .venv
+	$(BIN)/python -m pip install --quiet cosmic-ray
+	$(BIN)/python benchmarks/mutations.py --draw "$$(date +%F)"
 
 # Rewrite the README's table of estimation quality.
 tables: .venv

@@ -1,12 +1,14 @@
 """Mutate the code at random places, and see whether the tests of the module notice.
 
     .venv/bin/pip install cosmic-ray
-    .venv/bin/python benchmarks/mutations.py [WORD] [--each N] [--again] [--write]
+    .venv/bin/python benchmarks/mutations.py [WORD] [--each N] [--draw SEED] [--again] [--write]
 
 The operators are those of cosmic-ray (https://cosmic-ray.readthedocs.io): another arithmetic operator or comparison,
 a number one up or down, a ``not``, a loop that does not run. A place is drawn, then one of the operators that fit it,
 so that the eleven ways to damage one ``+`` do not count eleven times. Annotations are left alone, and ``is`` does not
-stand in for ``==``. The draw depends on the lines alone: a larger ``--each`` adds to the mutants of a smaller one.
+stand in for ``==``. A module has mutants in proportion to its lines, ``--each`` in a thousand; the draw depends on the
+lines alone, and a larger ``--each`` adds to the mutants of a smaller one. ``--draw SEED`` tries ten others, of all
+modules, and stores nothing: ``make mutants`` does so with the date.
 
 Mutants run one by one in a copy of the last commit, which is kept in the folder of temporary files. Coverage says once
 which tests run which line: of the module's tests, then of its room's, those that run the changed one are tried, and all
@@ -40,17 +42,7 @@ if TYPE_CHECKING:
     from coverage import CoverageData
 
 FILE = RESULTS / "mutations.jsonl"
-TARGETS = {
-    "thresholds": "tests/thresholds",
-    "primitives": "tests/primitives",
-    "statistics": "tests/statistics",
-    "hooks/memory.py": "tests/hooks/test_memory.py",
-    "hooks/corrections.py": "tests/hooks/test_memory.py",
-    "network": "tests/network",
-    # sentences about plans, which the tests of the network read
-    "analysis/verdicts/plans.py": "tests/network",
-    "tables.py": "tests/test_tables.py",
-}
+TESTS = ROOT / "tests"
 ALSO = {
     "laws": "tests/statistics/test_fitting.py",
     "stages": "tests/thresholds/test_thresholds.py",
@@ -60,6 +52,9 @@ ALSO = {
 }
 """Tests of modules whose tests have another name."""
 LIMIT_S = 600
+RANKS_LIMIT_S = 3600
+"""The same for a room's tests of several processes."""
+FEW = 10
 
 
 class _Unannotated(ast.NodeTransformer):
@@ -125,14 +120,16 @@ def _changed(text: str, mutant: str) -> tuple[str, str]:
     return old, new
 
 
-def draw(text: str, each: int) -> Iterator[tuple[str, str, str]]:
-    """Yield the mutants that are tried: the lines before and after, and the module."""
+def draw(text: str, each: int, word: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield the mutants that are tried: the lines before and after, and the module; others for another word."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
     def rank(*words: object) -> bytes:
-        return hashlib.sha256(repr(words).encode()).digest()
+        return hashlib.sha256((word + repr(words)).encode()).digest()
 
+    if not each:
+        return
     lines, same, left = text.splitlines(), _meaning(text), each
     found = places(text)
     for place in sorted(found, key=lambda at: rank(lines[at[0] - 1].strip(), at[1])):
@@ -151,20 +148,28 @@ def draw(text: str, each: int) -> Iterator[tuple[str, str, str]]:
 
 
 def files() -> Iterator[tuple[str, list[str]]]:
-    """Yield the modules, and the tests that should notice."""
-    for target, tests in TARGETS.items():
-        path = ROOT / "gradstats" / target
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+    """Yield the modules of all rooms, and the tests that should notice: their own first, then their room's."""
+    for package in ("gradstats", "capture"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            parts = file.relative_to(ROOT / package).parts
+            if parts in {("__init__.py",), ("__main__.py",)}:
+                continue
             words = [file.stem, file.parent.name]
-            own = [
-                *(
-                    str(t.relative_to(ROOT))
-                    for t in (ROOT / tests).glob("test_*.py")
-                    if t.stem[5:] in words
-                ),
-                *(ALSO[word] for word in words if word in ALSO),
-            ]
-            yield str(file.relative_to(ROOT)), [*own, tests]
+            if package == "capture":
+                room = TESTS / "capture"
+            else:  # a module of no room has a file of tests, or the commands are what uses it
+                room = TESTS / parts[0] if len(parts) > 1 else TESTS / f"test_{parts[0]}"
+                room = room if room.exists() else TESTS / "cli"
+            own = [t for t in room.glob("test_*.py") if t.stem[5:] in words]
+            named = [str(t.relative_to(ROOT)) for t in (*own, room)]
+            also = [ALSO[word] for word in words if word in ALSO]
+            yield str(file.relative_to(ROOT)), [*named[:-1], *also, named[-1]]
+
+
+def count(file: str, text: str, each: float) -> int:
+    """Return how many mutants a module has: in proportion to its lines, and the rest by the name, alike each time."""
+    part = int(hashlib.sha256(file.encode()).hexdigest()[:8], 16) / 2**32
+    return int(each * len(text.splitlines()) / 1000 + part)
 
 
 def key(row: Row) -> tuple[str, str, str]:
@@ -178,6 +183,11 @@ def reasons() -> dict[tuple[str, str, str], str]:
     return {key(row): row["why"] for row in json.loads(path.read_text(encoding="utf-8"))}
 
 
+def _room(file: str) -> str:
+    package, *rest = file.split("/")
+    return package if package == "capture" or len(rest) == 1 else rest[0]
+
+
 def table(rows: list[Row]) -> str:
     """Return the counts by room, and every mutant that no test noticed."""
     lines, missed = [], []
@@ -186,11 +196,7 @@ def table(rows: list[Row]) -> str:
     def verdict(row: Row) -> str:
         return "equivalent" if row["result"] == "survived" and key(row) in why else row["result"]
 
-    count = Counter(
-        (name, verdict(row))
-        for row in rows
-        for name in (row["file"].split("/")[1].removesuffix(".py"), "all")
-    )
+    count = Counter((name, verdict(row)) for row in rows for name in (_room(row["file"]), "all"))
     for room in [*sorted({room for room, _ in count} - {"all"}), "all"]:
         of = [count[room, result] for result in ("killed", "equivalent", "survived")]
         lines.append([room, *map(str, (sum(of), *of))])
@@ -204,18 +210,19 @@ def table(rows: list[Row]) -> str:
 
 
 def covered(tests: list[str], copy: Path) -> CoverageData:
-    """Run tests once; return which of them run which line."""
+    """Run a room's tests once; return which of them run which line."""
     from coverage import CoverageData
 
-    if (copy / "covered").exists():
-        data = CoverageData(str(copy / "covered"))
-        data.read()
-        return data
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-header"]
-    options = ["-m", "not distributed", "--cov=gradstats", "--cov-context=test", "--cov-report="]
-    env = {**os.environ, "PYTHONPATH": str(copy), "COVERAGE_FILE": str(copy / "covered")}
-    subprocess.run([*command, *options, *tests], cwd=copy, env=env, check=True, stdout=sys.stderr)
-    data = CoverageData(str(copy / "covered"))
+    file = copy / f"covered-{hashlib.sha256(repr(tests).encode()).hexdigest()[:8]}"
+    if not file.exists():
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+        options = ["--no-header", "-m", "not distributed", "--cov-context=test", "--cov-report="]
+        env = {**os.environ, "PYTHONPATH": str(copy), "COVERAGE_FILE": str(file)}
+        subprocess.run(
+            [*command, *options, "--cov=gradstats", "--cov=capture", *tests],
+            cwd=copy, env=env, check=True, stdout=sys.stderr,
+        )  # fmt: skip
+    data = CoverageData(str(file))
     data.read()
     return data
 
@@ -249,8 +256,8 @@ def _try(file: Path, mutant: str, tests: list[str], some: list[str], copy: Path)
     names.write_text("\n".join(some), encoding="utf-8")
     result, by = noticed(file, mutant, ["-m", "not distributed", f"@{names}"], copy, LIMIT_S)
     while result == "survived":
-        result, by = noticed(file, mutant, ["-m", "distributed", *tests], copy, LIMIT_S)
-        if result == "survived":
+        result, by = noticed(file, mutant, ["-m", "distributed", *tests], copy, RANKS_LIMIT_S)
+        if result == "survived" or by == "time":
             break
         # A busy machine may be what the ranks did not finish on: the same test must pass without the mutant.
         own = file.read_text(encoding="utf-8")
@@ -264,7 +271,8 @@ def main() -> None:
     """Try the mutants that were not tried yet, and print the table."""
     parser = command(__doc__, "reliability.md")
     parser.add_argument("word", nargs="?", default="", help="only modules with this in the path")
-    parser.add_argument("--each", type=int, default=3, help="mutants of each module")
+    parser.add_argument("--each", type=float, default=4.2, help="mutants in a thousand lines")
+    parser.add_argument("--draw", help="try ten others, drawn by this word, and store nothing")
     parser.add_argument("--again", action="store_true", help="repeat those not noticed")
     options = parser.parse_args()
     if options.again:
@@ -283,23 +291,29 @@ def main() -> None:
         subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
     # a run that was killed leaves its mutant
     subprocess.run(["git", "checkout", "--quiet", "."], cwd=copy, check=True)
-    drawn = {
-        (file, old, new): (mutant, tests)
-        for file, tests in files()
-        if options.word in file and (copy / file).exists()
-        for old, new, mutant in draw((copy / file).read_text(encoding="utf-8"), options.each)
-    }
+    drawn = {}
+    for file, tests in files():
+        if options.word in file and (copy / file).exists():
+            text = (copy / file).read_text(encoding="utf-8")
+            # of others, one of each of the modules that are drawn below
+            many = 1 if options.draw else count(file, text, options.each)
+            for old, new, mutant in draw(text, many, options.draw or ""):
+                drawn[file, old, new] = mutant, tests
     left = missing(FILE, key, drawn)
-    random.Random(0).shuffle(left)  # an interrupted run has seen something of every room
-    if left:
-        data = covered(sorted({test for each in left for test in drawn[each][1]}), copy)
+    # an interrupted run has seen something of every room
+    random.Random(options.draw or 0).shuffle(left)
+    if options.draw:
+        left = left[:FEW]
 
     def measure(file: str, old: str, new: str) -> Row:
         mutant, tests = drawn[file, old, new]
-        some = running(data, copy / file, mutant, tests)
+        some = running(covered(tests[-1:], copy), copy / file, mutant, tests)
         row = {"file": file, "old": old, "new": new}
         return {**row, **_try(copy / file, mutant, tests, some, copy)}
 
+    if options.draw:
+        print(table([measure(*each) for each in left]))
+        return
     complete(FILE, key, left, measure)
     show({"mutations": table(stored(FILE))}, options.write, "reliability.md")
 

@@ -59,6 +59,24 @@ def test_mutants_are_drawn_by_place_and_change_what_the_code_does():
     assert not any("x is 3" in new or "x is not 3" in new for _, new, _ in drawn)
     assert next(iter(mutations.draw("# moved\n" + MODULE, 2)))[:2] == drawn[0][:2]
     assert [old for old, _, _ in mutations.draw(MODULE, 2)] == [old for old, _, _ in drawn[:2]]
+    assert not list(mutations.draw(MODULE, 0))
+    others = list(mutations.draw(MODULE, 100, "a day"))
+    assert sorted(others) != sorted(drawn)
+
+
+def test_every_room_has_mutants_by_its_lines():
+    lines, drawn = {}, {}
+    for file, _ in mutations.files():
+        room, text = mutations._room(file), (mutations.ROOT / file).read_text(encoding="utf-8")
+        lines[room] = lines.get(room, 0) + len(text.splitlines())
+        drawn[room] = drawn.get(room, 0) + mutations.count(file, text, 4.2)
+        # more of them are the same ones and others
+        assert mutations.count(file, text, 8) >= mutations.count(file, text, 4.2)
+    assert {"capture", "explorer", "plots", "report", "trace"} < set(lines)
+    assert sum(drawn.values()) >= 300
+    for room, count in drawn.items():
+        # a module's part of one is there or not
+        assert abs(count - 4.2 * lines[room] / 1000) < 10
 
 
 class Covered:
