@@ -30,7 +30,7 @@ gradient plus what was not sent before (`corrected`, to which a threshold is app
 which is the same on all ranks. Sketches of every step come from a second training, alike. Pseudo-gradients are those of
 a third, DiLoCo with an exchange every five steps, of which exchanges 1 and 2, 5 and 6, and 10 and 11 are captured.
 `sgd` has momentum 0.9; `adamw-bf16` is AdamW behind a forward pass in bfloat16 (autocast). Learning rates are not
-tuned.
+tuned. Muon is of matrices; what else there is, and in the U-Net that is all, goes to AdamW.
 
 These are short trainings of small models, of one seed each, behind one compressor: they say how much gradients
 differ, not what yours is like.
@@ -167,7 +167,9 @@ def _over_time(series: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         row: dict[str, Any] = {
             "training": record["piece"], "rms, last ÷ first": last / first if first else None,
-        }  # fmt: skip
+        } | dict.fromkeys(
+            f"{r['ratio']:g}, {r['lag']} before" for r in found if r["lag"] == 1 or r["ratio"] == 0.01
+        )  # fmt: skip
         for r in found:
             if r["piece"] == record["piece"] and (r["lag"] == 1 or r["ratio"] == 0.01):
                 row[f"{r['ratio']:g}, {r['lag']} before"] = f"{r['median']:.2f} ({r['high']:.2f})"
@@ -255,12 +257,14 @@ def _claims(records: Sequence[Mapping[str, Any]], series: Sequence[Mapping[str, 
     rows = []
     for claim, text in _CLAIMS.items():
         for kind in _KINDS[:2]:
-            row: dict[str, Any] = {"claim": text, "kind": kind}
+            row: dict[str, Any] = {"claim": text, "kind": kind} | dict.fromkeys(
+                ("any", "0.1", "0.01", "0.001"), "–"
+            )
             for r in found:
                 if (r["claim"], r["kind"]) == (claim, kind):
                     column = "any" if math.isnan(r["ratio"]) else f"{r['ratio']:g}"
                     row[column] = f"{r['holds']} · {r['depends']} · {r['fails']}"
-            if len(row) > 2:
+            if any(row[column] != "–" for column in list(row)[2:]):
                 rows.append(row)
     return [
         "## Where claims of the papers hold",
