@@ -58,7 +58,12 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "dense-fp8": {"compressor": "dense-fp8", "ratio": 1.0},
     "topk of AdamW's steps": {"compressor": "topk", "adam_correction": True},
     "ef-signsgd": {"compressor": "ef-signsgd", "ratio": 1.0},
-}
+    "diloco": {"compressor": "none", "ratio": 1.0, "local_steps": 10, "outer": "diloco"},
+    # its compressor is its own: 64 elements of each 4,096
+    "sparseloco": {
+        "compressor": "none", "ratio": 64 / 4096, "local_steps": 10, "outer": "sparseloco",
+    },
+}  # fmt: skip
 PROPERTIES = {
     "energy_0.01": "energy of the largest 1 %",
     "energy_0.001": "energy of the largest 0.1 %",
@@ -159,8 +164,8 @@ def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: fl
     return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
 
 
-def _short(losses: Sequence[Row], piece: str) -> Iterator[Row]:
-    """Yield the settings of a piece that were judged from seeds of their own."""
+def _short(losses: Sequence[Row], piece: str, local: bool = False) -> Iterator[Row]:
+    """Yield the settings of a piece that were judged from seeds of their own, those of local steps or all others."""
     mine = [r for r in losses if r["piece"] == piece and r["seed"]]
     dense = {r["seed"]: r for r in mine if r["system"] == DENSE}
     for system, ratio in dict.fromkeys((r["system"], r["ratio"]) for r in mine):
@@ -168,7 +173,7 @@ def _short(losses: Sequence[Row], piece: str) -> Iterator[Row]:
             (r, dense[r["seed"]]) for r in mine
             if (r["system"], r["ratio"]) == (system, ratio) and r["seed"] in dense
         ]  # fmt: skip
-        if system == DENSE or not pairs:
+        if system == DENSE or not pairs or local is not ("local_steps" in SYSTEMS[system]):
             continue
         above = [r.get("loss", math.inf) / d["loss"] - 1 for r, d in pairs]
         # JSON has no infinity; a training that diverged is far above any tolerance
@@ -264,6 +269,19 @@ def _cell(above: Sequence[float] | None) -> str:
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
+def local_table(losses: Sequence[Row]) -> str:
+    """Return the losses of local steps as Markdown: advice is of what a hook does in every step, and leaves them out."""
+    columns = [s for s, settings in SYSTEMS.items() if "local_steps" in settings]
+    lines = []
+    for piece in PIECES:
+        # in the order of the systems, as their ratios are
+        mine = {r["ratio"]: r["above"] for r in _short(losses, piece, local=True)}
+        if mine:
+            cells = [_cell(mine.get(SYSTEMS[s]["ratio"])) for s in columns]
+            lines.append([piece, str(max(map(len, mine.values()))), *cells])
+    return grid(f"training | runs: | {' | '.join(f'`{s}`:' for s in columns)}", lines)
+
+
 def predictors(found: Sequence[Row]) -> list[Row]:
     """Return how the loss behind top-k goes with each property of the gradients, over trainings.
 
@@ -348,9 +366,11 @@ def main() -> None:
         judged_by = range(1, options.seeds + 1)
         cases = [(*each, best_factor(rows, *each), seed) for each in every for seed in judged_by]
         complete(FILE, key, cases, run_one)
-    found = trainings(stored(FILE), stored(RESULTS / "atlas.jsonl"))
+    losses = stored(FILE)
+    found = trainings(losses, stored(RESULTS / "atlas.jsonl"))
     made = held_out(found)
-    tables = {"losses": table(found), "predictors": predicted(found), "held-out": judged(made)}
+    tables = {"losses": table(found), "local-steps": local_table(losses)}
+    tables |= {"predictors": predicted(found), "held-out": judged(made)}
     show(tables, options.write, PAGE)
     if options.write:
         rest = {k: v for k, v in made.items() if k != "rows"}
