@@ -126,12 +126,15 @@ def test_a_property_goes_with_the_loss_of_trainings_and_not_of_their_optimizers(
 
 def test_pages_and_advice_are_those_of_the_stored_runs():
     found = losses.trainings(stored(losses.FILE), stored(RESULTS / "atlas.jsonl"))
-    made = losses.held_out(found)
+    judging = losses.telling(found)
+    assert {t["training"] for t in found} - {t["training"] for t in judging} == {"policy-cartpole"}
+    made = losses.held_out(judging)
     page = (DOCS / "losses.md").read_text(encoding="utf-8")
     assert block("losses", losses.table(found)) in page
-    assert block("predictors", losses.predicted(found)) in page
+    assert block("predictors", losses.predicted(judging)) in page
     assert block("held-out", losses.judged(made)) in page
-    assert evidence()["trainings"] == json.loads(json.dumps(found))
+    assert block("local-steps", losses.local_table(stored(losses.FILE))) in page
+    assert evidence()["trainings"] == json.loads(json.dumps(judging))
     assert evidence()["held_out"] == {k: v for k, v in made.items() if k != "rows"}
 
 
@@ -155,7 +158,7 @@ def test_the_pages_of_a_choice_count_right():
         runs = [
             run["above"] for each in found if each["optimizer"] in optimizers for run in each["runs"]
             if (run["rule"], run["ratio"], run["steps"]) == (rule, ratio, losses.STEPS)
-            and run["memory"] != "adam"
+            and run["memory"] == ("residual" if rule == "topk" else "none")
         ]  # fmt: skip
         return sum(max(above) <= 0.02 for above in runs), len(runs)
 
@@ -181,6 +184,9 @@ def test_the_pages_of_a_choice_count_right():
     assert counts
     assert (*nearer(0.01), *nearer(0.001), *nearer(0.1)) == tuple(map(int, counts.groups()))
     rows = losses.predictors(found)
-    assert min(holm(np.array([r["p"] for r in rows]))) > 0.05
+    # what losses.md says of them: one property is told from chance
+    adjusted = holm(np.array([r["p"] for r in rows]))
+    told = {r["property"] for r, p in zip(rows, adjusted, strict=True) if p < 0.05}
+    assert told == {"energy_0.01"}
     assert all(r["rho"] < 0 for r in rows if r["property"] == "energy_0.01")
     assert all(math.isfinite(x) for each in found for run in each["runs"] for x in run["above"])
