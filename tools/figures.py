@@ -134,7 +134,7 @@ def layers() -> Figure:
 def losses() -> Figure:
     """Draw what top-k with error feedback cost each measured training, a panel for each kind of optimizer."""
     found = evidence()["trainings"]
-    kinds = {False: "SGD with momentum", True: "AdamW"}
+    kinds = {False: "SGD with momentum", True: "AdamW, Muon"}
     figure, axes = panels(
         1, 2, "Top-k with error feedback: loss above dense training at equal steps"
     )
@@ -149,8 +149,10 @@ def losses() -> Figure:
                 mine = (r for r in runs if r["steps"] == steps)
                 points = sorted((r["ratio"], 100 * sum(r["above"]) / len(r["above"])) for r in mine)
                 label = each["training"] + ("" if steps == 120 else f", {steps} steps")
+                muon = each["optimizer"] == "muon"
+                label += ", Muon" if muon else ""
                 style = {"color": f"C{names.index(each['training'])}", "label": label}
-                style["linestyle"] = "-" if steps == 120 else "--"
+                style["linestyle"] = ":" if muon else "-" if steps == 120 else "--"
                 ax.plot(*zip(*points, strict=True), marker="o", **style)
         ax.axhspan(-2, 2, color="0.85", zorder=0, label="within 2 %")
         # linear to 2 %, so that what is below dense has a place

@@ -127,7 +127,7 @@ def step_records(source: object) -> Records:
 
 
 def reused(records: Sequence[Mapping[str, Any]]) -> Records:
-    """Say how far the exact threshold of a step is from those of the steps before.
+    """Compare the exact threshold of each step with those of the steps before.
 
     Parameters
     ----------
