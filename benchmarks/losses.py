@@ -283,7 +283,7 @@ def local_table(losses: Sequence[Row]) -> str:
     columns = [s for s, settings in SYSTEMS.items() if "local_steps" in settings]
     lines = []
     for piece in PIECES:
-        # in the order of the systems, as their ratios are
+        # the ratio tells the systems apart
         mine = {r["ratio"]: r["above"] for r in _short(losses, piece, local=True)}
         if mine:
             cells = [_cell(mine.get(SYSTEMS[s]["ratio"])) for s in columns]

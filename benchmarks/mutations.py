@@ -161,9 +161,9 @@ def files() -> Iterator[tuple[str, list[str]]]:
                 room = TESTS / parts[0] if len(parts) > 1 else TESTS / f"test_{parts[0]}"
                 room = room if room.exists() else TESTS / "cli"
             own = [t for t in room.glob("test_*.py") if t.stem[5:] in words]
-            named = [str(t.relative_to(ROOT)) for t in (*own, room)]
-            also = [ALSO[word] for word in words if word in ALSO]
-            yield str(file.relative_to(ROOT)), [*named[:-1], *also, named[-1]]
+            also = [ROOT / ALSO[word] for word in words if word in ALSO]
+            tests = [str(t.relative_to(ROOT)) for t in (*own, *also, room)]
+            yield str(file.relative_to(ROOT)), tests
 
 
 def count(file: str, text: str, each: float) -> int:
@@ -210,7 +210,7 @@ def table(rows: list[Row]) -> str:
 
 
 def covered(tests: list[str], copy: Path) -> CoverageData:
-    """Run a room's tests once; return which of them run which line."""
+    """Run the tests of some rooms once; return which of them run which line."""
     from coverage import CoverageData
 
     file = copy / f"covered-{hashlib.sha256(repr(tests).encode()).hexdigest()[:8]}"
@@ -291,29 +291,33 @@ def main() -> None:
         subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
     # a run that was killed leaves its mutant
     subprocess.run(["git", "checkout", "--quiet", "."], cwd=copy, check=True)
-    drawn = {}
-    for file, tests in files():
-        if options.word in file and (copy / file).exists():
-            text = (copy / file).read_text(encoding="utf-8")
-            # of others, one of each of the modules that are drawn below
-            many = 1 if options.draw else count(file, text, options.each)
-            for old, new, mutant in draw(text, many, options.draw or ""):
-                drawn[file, old, new] = mutant, tests
-    left = missing(FILE, key, drawn)
-    # an interrupted run has seen something of every room
-    random.Random(options.draw or 0).shuffle(left)
+    modules = [each for each in files() if options.word in each[0] and (copy / each[0]).exists()]
     if options.draw:
-        left = left[:FEW]
+        random.Random(options.draw).shuffle(modules)
+    drawn: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+    for file, tests in modules:
+        if options.draw and len(drawn) == FEW:
+            break
+        text = (copy / file).read_text(encoding="utf-8")
+        # another mutant of each of ten modules, or this module's part of the sample
+        many = 1 if options.draw else count(file, text, options.each)
+        for old, new, mutant in draw(text, many, options.draw or ""):
+            drawn[file, old, new] = mutant, tests
 
     def measure(file: str, old: str, new: str) -> Row:
         mutant, tests = drawn[file, old, new]
-        some = running(covered(tests[-1:], copy), copy / file, mutant, tests)
+        # what is in the room is run with it
+        rooms = [test for test in tests if not test.startswith(f"{tests[-1]}/")]
+        some = running(covered(rooms, copy), copy / file, mutant, tests)
         row = {"file": file, "old": old, "new": new}
         return {**row, **_try(copy / file, mutant, tests, some, copy)}
 
     if options.draw:
-        print(table([measure(*each) for each in left]))
+        print(table([measure(*each) for each in drawn]))
         return
+    left = missing(FILE, key, drawn)
+    # an interrupted run has seen something of every room
+    random.Random(0).shuffle(left)
     complete(FILE, key, left, measure)
     show({"mutations": table(stored(FILE))}, options.write, "reliability.md")
 

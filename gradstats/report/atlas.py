@@ -30,7 +30,7 @@ gradient plus what was not sent before (`corrected`, to which a threshold is app
 which is the same on all ranks. Sketches of every step come from a second training, alike. Pseudo-gradients are those of
 a third, DiLoCo with an exchange every five steps, of which exchanges 1 and 2, 5 and 6, and 10 and 11 are captured.
 `sgd` has momentum 0.9; `adamw-bf16` is AdamW behind a forward pass in bfloat16 (autocast). Learning rates are not
-tuned. Muon is of matrices; what else there is, and in the U-Net that is all, goes to AdamW.
+tuned. Muon trains matrices, and AdamW the rest, which in the U-Net is everything.
 
 These are short trainings of small models, of one seed each, behind one compressor: they say how much gradients
 differ, not what yours is like.
@@ -158,32 +158,36 @@ def _over_time(series: Sequence[Mapping[str, Any]]) -> list[str]:
     if not mine:
         return []
     found = reused(mine)
+    shown = {
+        (r["piece"], f"{r['ratio']:g}, {r['lag']} before"): f"{r['median']:.2f} ({r['high']:.2f})"
+        for r in found
+        if r["lag"] == 1 or r["ratio"] == 0.01
+    }
+    columns = list(dict.fromkeys(column for _, column in shown))
     rows = []
     for record in mine:
-        # the largest growth or fall is from tenth to tenth, as losses are
+        # from tenth to tenth of the steps, as losses are
         few = max(len(record["rms"]) // 10, 1)
         first, last = (
             float(np.median(part)) for part in (record["rms"][:few], record["rms"][-few:])
         )
-        row: dict[str, Any] = {
-            "training": record["piece"], "rms, last ÷ first": last / first if first else None,
-        } | dict.fromkeys(
-            f"{r['ratio']:g}, {r['lag']} before" for r in found if r["lag"] == 1 or r["ratio"] == 0.01
-        )  # fmt: skip
-        for r in found:
-            if r["piece"] == record["piece"] and (r["lag"] == 1 or r["ratio"] == 0.01):
-                row[f"{r['ratio']:g}, {r['lag']} before"] = f"{r['median']:.2f} ({r['high']:.2f})"
-        rows.append(row)
+        piece = record["piece"]
+        growth = {"rms, last ÷ first": last / first if first else None}
+        rows.append(
+            {"training": piece}
+            | growth
+            | {column: shown.get((piece, column)) for column in columns}
+        )
     text = (
-        "Over all steps, of `corrected`: the root mean square of the last tenth of the steps ÷ that of the first, and "
-        "by which factor the exact threshold is off that of 1, 5 or 20 steps before, by ratio. Half of the steps stay "
-        "within the first number, 95 % within the one in brackets."
+        "Over all steps, of `corrected`: the root mean square in the last tenth of the steps ÷ that in the first "
+        "(medians), and by which factor the exact threshold is off that of 1, 5 or 20 steps before, by ratio. Half of "
+        "the steps stay within the first number, 95 % within the one in brackets."
     )
     if old := [r for r in found if r["lag"] == LAGS[1]]:
         worst = max(old, key=lambda r: r["high"])
         text += (
-            " A threshold that is used for five steps, as RedSync's is, is at worst off by "
-            f"{worst['high']:.2f} in 95 % (`{worst['piece']}`, ratio {worst['ratio']:g})."
+            " RedSync uses a threshold for five steps: in the worst training 95 % of the steps stay within a factor of "
+            f"{worst['high']:.2f} (`{worst['piece']}`, ratio {worst['ratio']:g})."
         )
     return [
         "## From step to step",

@@ -128,6 +128,8 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     found = losses.trainings(stored(losses.FILE), stored(RESULTS / "atlas.jsonl"))
     judging = losses.telling(found)
     assert {t["training"] for t in found} - {t["training"] for t in judging} == {"policy-cartpole"}
+    missed = {r["training"] for r in losses.held_out(found)["rows"] if not r["within"]}
+    assert missed == {"policy-cartpole/sgd", "policy-cartpole/adamw"}
     made = losses.held_out(judging)
     page = (DOCS / "losses.md").read_text(encoding="utf-8")
     assert block("losses", losses.table(found)) in page
@@ -186,7 +188,7 @@ def test_the_pages_of_a_choice_count_right():
     rows = losses.predictors(found)
     # what losses.md says of them: one property is told from chance
     adjusted = holm(np.array([r["p"] for r in rows]))
-    told = {r["property"] for r, p in zip(rows, adjusted, strict=True) if p < 0.05}
-    assert told == {"energy_0.01"}
+    told = [(r["property"], r["ratio"]) for r, p in zip(rows, adjusted, strict=True) if p < 0.05]
+    assert told == [("energy_0.01", 0.01)]
     assert all(r["rho"] < 0 for r in rows if r["property"] == "energy_0.01")
     assert all(math.isfinite(x) for each in found for run in each["runs"] for x in run["above"])
