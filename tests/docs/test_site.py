@@ -18,7 +18,7 @@ import capture
 import gradstats
 
 DOCS = ROOT / "docs"
-MADE = {"reference/cli.md"}  # by tools/site/hooks.py
+MADE = {"reference/cli.md", "assets/explore.html"}  # by tools/site/hooks.py
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
@@ -48,6 +48,15 @@ def test_every_file_named_is_there(page):
     text = page.read_text(encoding="utf-8")
     for name in FILE.findall(text):
         assert (ROOT / name).exists(), name
+
+
+@each
+def test_every_link_leads_somewhere(page):
+    """Without building the site, which takes a minute and is left to the slow tests."""
+    made = {DOCS / name for name in MADE}
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if not target.startswith(("http", "mailto:")):
+            assert (file := page.parent / target).exists() or file.resolve() in made, target
 
 
 @each
