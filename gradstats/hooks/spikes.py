@@ -26,8 +26,18 @@ _ENOUGH = 5
 _LEAST_SPREAD = 0.05
 """Smallest deviation of a logarithmic norm that a robust z divides by: steady layers move by less."""
 
-_FALSE, _STEPS = 0.1, 1000
+_FALSE, _STEPS = 0.05, 1000
 """False alarms to expect in so many steps, over all layers and all kinds of alarm."""
+
+_BEYOND = 4.5
+"""An alarm is so many times as far out as any value before on its side. The next of n values of any law is the largest
+in one case of n + 1, and this far beyond in 4.5⁻ᵛ of those, where the tail has index ν: however well ν is known."""
+
+_LATE = 10
+"""Steps, at most half of those judged, after which a value is among those before: what goes wrong may begin slowly."""
+
+_ALONE = 0.5
+"""Part of a jump of the whole that is left without the layer that changed most, below which that layer made it."""
 
 _LEAST_GROWTH = math.log(2)
 """Smallest growth between the first and the last third of a window that counts."""
@@ -72,6 +82,11 @@ class _Tail:
         # without the last edge: what lies beyond it counts in the last cell
         np.add.at(self._counts, np.searchsorted(self.edges[:-1], sizes), 1)
 
+    @property
+    def count(self) -> float:
+        """Number of values, with those that it began with."""
+        return float(self._counts.sum())
+
     def limit(self) -> float:
         """Return the size that is an alarm, by the Student's t with the same ratio of a far quantile to the median.
 
@@ -103,25 +118,49 @@ class _Rows:
         self._count = np.zeros(rows, np.int64)
         self._jumps = {side: _Tail(_STEPS * rows, 4, 1) for side in (1, -1)}
         self._growth = _Tail(_STEPS / _APART * rows, 8, 0.5)
+        # of all rows to either side, until some steps ago; and all values since, the latest last
+        self._farthest = dict.fromkeys(self._jumps, 0.0)
+        self._recent: deque[Values] = deque()
+        self._judged = 0
         self._waiting: deque[Values] = deque(maxlen=max(window // _APART, 1))
         self._widths = _small_samples(window, _FALSE / (_STEPS * rows))
         self._steps = 0
 
+    @property
+    def learned(self) -> bool:
+        """Whether the tails of its jumps rest on values of its own, and not only on those that they began with."""
+        return all(tail.count >= 1.5 * _PRIOR for tail in self._jumps.values())
+
     def take(
-        self, logs: Values, common: Values
+        self, logs: Values, common: Values, without: Values | None = None
     ) -> tuple[Values, NDArray[np.bool_], Values, Values]:
-        """Return the z of each row, which of them are alarms, growth that is (else 0), and the rows' medians."""
+        """Return the z of each row, which of them are alarms, growth that is (else 0), and the rows' medians.
+
+        Jumps that are hardly any in `without`, the rows without what one part of them does, have a known reason: they
+        are no alarms, and say nothing of what chance does.
+        """
         logs = logs - common
         z, sure, middle = self._against_the_past(logs)
+        if without is not None:
+            alone = np.abs(without - middle) < _ALONE * np.abs(logs - middle)
+            sure[alone & (np.abs(z) >= self._least)] = math.nan
         alarms = np.zeros(logs.size, np.bool_)
+        while len(self._recent) > min(_LATE, self._judged / 2):
+            old = self._recent.popleft()
+            for side, farthest in self._farthest.items():
+                self._farthest[side] = np.nanmax(np.append(side * old, farthest))
+        self._recent.append(sure)
+        self._judged += bool(np.isfinite(sure).any())
         for side, tail in self._jumps.items():
             sizes = side * sure
-            large = side * z >= self._least
+            large = (side * z >= self._least) & (sizes >= _BEYOND * self._farthest[side])
             # only where it can matter: the limit takes 60 quantiles of Student's t
             if large.any():
                 alarms |= large & (sizes >= tail.limit())
             # alarms count, too: one changes no quantile, and many are how the norms are
             tail.add(sizes[sizes > 0])
+        # as the values before they are left out: one would hide the next
+        sure[alarms] = math.nan
         known = np.isfinite(logs)
         for past, now in ((self._logs, logs), (self._common, common)):
             # a layer without a norm in this step keeps its window
@@ -209,7 +248,10 @@ class Spikes:
     fluctuates and decays; the whole is judged by itself. An alarm takes a z of at least `limit`, and one that chance
     would hardly reach in 1,000 steps: the z of the steps so far give the Student's t that extrapolates them, so heavy
     tails raise it. Where they are few they stand beside quantiles of Student's t with 4 degrees of freedom. Alarms are
-    among them: one changes little, and many are how the norms are.
+    among them: one changes little, and many are how the norms are. As few values say little of a tail, an alarm is also
+    4.5 times as far out as any value before on its side, but for alarms and the last ten steps. Where one layer makes a
+    jump of the whole, the layer's has to be an alarm, once their tails are known: of many with heavy tails one is
+    always far out, and the whole with it.
     """
 
     def __init__(self, layers: Iterable[str], window: int, limit: float) -> None:
@@ -238,8 +280,20 @@ class Spikes:
             The parameter with an alarm whose squared norm changed most, or of all where only the whole has one; None
             if nothing has.
         """
+        logs = _logs([norms.get(name, 0.0) for name in self._names])
+        common = _of_the_others(logs)
+        learned = self._layers.learned
+        of_layers = self._layers.take(logs, common)
+        # squared norms add up to that of the whole: what changed most there is to blame
+        squares, usual = np.exp(2 * logs), np.exp(2 * (of_layers[3] + common))
+        change = np.abs(squares - usual)
+
+        without = None
+        if learned and not of_layers[1].any() and np.isfinite(change).any():
+            most = int(np.nanargmax(change))
+            without = _logs([math.sqrt(max(norm * norm - squares[most] + usual[most], 0.0))])
         values: dict[str, float] = {}
-        z, jumps, grown, _ = self._whole.take(_logs([norm]), np.zeros(1))
+        z, jumps, grown, _ = self._whole.take(_logs([norm]), np.zeros(1), without)
         if np.isfinite(z[0]):
             values["spike"] = float(z[0])
         # its z is always among the values, and must not trigger by its size alone
@@ -247,12 +301,8 @@ class Spikes:
         _name(values, [""], z, jumps, grown)
         whole_is_odd = bool(jumps[0] or grown[0])
 
-        logs = _logs([norms.get(name, 0.0) for name in self._names])
-        common = _of_the_others(logs)
-        z, jumps, grown, middle = self._layers.take(logs, common)
+        z, jumps, grown, _ = of_layers
         _name(values, self._names, z, jumps, grown)
-        # squared norms add up to that of the whole: what changed most there is to blame
-        change = np.abs(np.exp(2 * logs) - np.exp(2 * (middle + common)))
         odd = jumps | (grown > 0)
         # many small changes together, none of them an alarm
         if not odd.any() and whole_is_odd:

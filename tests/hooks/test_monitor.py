@@ -311,11 +311,44 @@ def test_one_layer_thirty_times_too_large_is_an_alarm_soon_after_the_start():
             assert blame == ("2" if step == 22 else None)
 
 
+def test_of_sixty_layers_with_heavy_tails_one_far_out_is_no_alarm_of_the_whole():
+    """One of many is always far out; that all jump is an alarm, as no layer's tail explains it."""
+    names = [str(i) for i in range(60)]
+    for seed in range(3):
+        rng, spikes, alarms, far = np.random.default_rng(seed), Spikes(names, 50, 6.0), [], 0
+        for step in range(300):
+            norms = np.exp(0.1 * rng.standard_t(3, 60)) * (30 if step == 299 else 1)
+            values, _ = spikes.find(
+                float(np.linalg.norm(norms)), dict(zip(names, norms.tolist(), strict=True))
+            )
+            far += values.get("spike", 0) > 8
+            alarms += [(step, n) for n in values if n != "spike" or not spikes.doubtful]
+        assert alarms == [(299, "spike")]
+        assert far > 1  # that jump, and one that a single layer made
+
+
+def test_a_jump_beside_one_as_far_is_no_alarm_and_a_train_of_them_is_none_that_hides():
+    """4.5 times as far out as any before on its side: that counts ten steps later, so that what grows is seen."""
+    for sizes, expected in (
+        ({100: 0.9, 200: 2.0}, []),  # 9 and 20 deviations, against 4.5 times 9
+        ({100: 0.9, 200: 6.0}, [200]),
+        ({100: -0.9, 200: 3.0}, [200]),  # the other side
+        ({199: 0.9, 200: 3.0}, [200]),  # one step before
+        ({200: 6.0, 250: 6.0}, [200, 250]),  # an alarm does not hide the next
+    ):
+        rng, spikes, alarms = np.random.default_rng(3), Spikes(["w"], 50, 6.0), []
+        for step in range(300):
+            norm = float(np.exp(0.1 * rng.standard_normal() + sizes.get(step, 0)))
+            values, _ = spikes.find(norm, {"w": norm})
+            alarms += [step] * (values.keys() >= {"spike/w"})
+        assert alarms == expected, sizes
+
+
 def test_a_robust_z_is_that_of_numpy():
     """Deviations from the median in units of 1.4826 median absolute deviations, of logarithms."""
     rng = np.random.default_rng(7)
     norms = np.exp(0.4 * rng.standard_normal(40))
-    norms[-1] = 1e5  # beyond any limit that the norms before can set
+    norms[-1] = 1e9  # beyond any limit that the norms before can set
     spikes = Spikes(["w"], 25, 6.0)
     for step, norm in enumerate(norms):
         values, _ = spikes.find(float(norm), {"w": float(norm)})

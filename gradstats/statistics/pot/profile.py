@@ -11,7 +11,6 @@ from gradstats.primitives.arrays import dot
 from gradstats.primitives.levels import Levels
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.fitting import Fit
-from gradstats.statistics.laws.double_genpareto import best_shapes
 
 __all__ = ["likelihood_region"]
 
@@ -46,6 +45,9 @@ def likelihood_region(
     """
     from scipy.optimize import brentq
     from scipy.special import chdtri, lambertw
+
+    # here: SciPy's distributions take a second to import, and most commands fit none
+    from gradstats.statistics.laws.double_genpareto import best_shapes
 
     unit, c = fitted.params["scale"], fitted.params["c"]
     if isinstance(m, Levels):
