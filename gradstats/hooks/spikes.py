@@ -30,8 +30,7 @@ _FALSE, _STEPS = 0.05, 1000
 """False alarms to expect in so many steps, over all layers and all kinds of alarm."""
 
 _BEYOND = 4.5
-"""An alarm is so many times as far out as any value before on its side. The next of n values of any law is the largest
-in one case of n + 1, and this far beyond in 4.5⁻ᵛ of those, where the tail has index ν: however well ν is known."""
+"""Largest factor by which an alarm is further out than any value before on its side."""
 
 _LATE = 10
 """Steps, at most half of those judged, after which a value is among those before: what goes wrong may begin slowly."""
@@ -87,10 +86,11 @@ class _Tail:
         """Number of values, with those that it began with."""
         return float(self._counts.sum())
 
-    def limit(self) -> float:
+    def limit(self, farthest: float = 0.0) -> float:
         """Return the size that is an alarm, by the Student's t with the same ratio of a far quantile to the median.
 
-        One number is estimated, so that few values do.
+        One number is estimated, so that few values do. It is as much further out than `farthest`, the largest size that
+        was no alarm, as the tail is heavy.
         """
         from scipy.special import stdtrit
 
@@ -105,7 +105,11 @@ class _Tail:
         ratios = stdtrit(freedom, 1 - share / 2) / stdtrit(freedom, 0.75)
         nearest = 1 / float(np.interp(far / middle, ratios, self.inverse_freedom))
         limit = middle * stdtrit(nearest, 1 - self._probability / 2) / stdtrit(nearest, 0.75)
-        return float(limit)
+        # an estimate from few values is often too light, so records are asked, too: the next of n values of any law
+        # is the largest in one case of n + 1, and c times as far out in c⁻ᵛ of those; ν may be off by half
+        records = math.log(_STEPS / SURE)
+        beyond = min((records / _FALSE) ** (1.5 / nearest), _BEYOND)
+        return float(max(limit, beyond * farthest))
 
 
 class _Rows:
@@ -153,10 +157,10 @@ class _Rows:
         self._judged += bool(np.isfinite(sure).any())
         for side, tail in self._jumps.items():
             sizes = side * sure
-            large = (side * z >= self._least) & (sizes >= _BEYOND * self._farthest[side])
+            large = side * z >= self._least
             # only where it can matter: the limit takes 60 quantiles of Student's t
             if large.any():
-                alarms |= large & (sizes >= tail.limit())
+                alarms |= large & (sizes >= tail.limit(self._farthest[side]))
             # alarms count, too: one changes no quantile, and many are how the norms are
             tail.add(sizes[sizes > 0])
         # as the values before they are left out: one would hide the next
@@ -249,9 +253,9 @@ class Spikes:
     would hardly reach in 1,000 steps: the z of the steps so far give the Student's t that extrapolates them, so heavy
     tails raise it. Where they are few they stand beside quantiles of Student's t with 4 degrees of freedom. Alarms are
     among them: one changes little, and many are how the norms are. As few values say little of a tail, an alarm is also
-    4.5 times as far out as any value before on its side, but for alarms and the last ten steps. Where one layer makes a
-    jump of the whole, the layer's has to be an alarm, once their tails are known: of many with heavy tails one is
-    always far out, and the whole with it.
+    up to 4.5 times as far out, by how heavy the tail seems, as any value before on its side, but for alarms and the
+    last ten steps. Where one layer makes a jump of the whole, the layer's has to be an alarm, once their tails are
+    known: of many with heavy tails one is always far out, and the whole with it.
     """
 
     def __init__(self, layers: Iterable[str], window: int, limit: float) -> None:

@@ -327,20 +327,20 @@ def test_of_sixty_layers_with_heavy_tails_one_far_out_is_no_alarm_of_the_whole()
         assert far > 1  # that jump, and one that a single layer made
 
 
-def test_a_jump_beside_one_as_far_is_no_alarm_and_a_train_of_them_is_none_that_hides():
-    """4.5 times as far out as any before on its side: that counts ten steps later, so that what grows is seen."""
+def test_of_heavy_tails_a_jump_is_no_alarm_that_is_little_further_out_than_one_before():
+    """On its side, and ten steps before: what grows is seen, and an alarm does not hide the next."""
     for sizes, expected in (
-        ({100: 0.9, 200: 2.0}, []),  # 9 and 20 deviations, against 4.5 times 9
+        ({100: 0.9, 200: 3.0}, []),
         ({100: 0.9, 200: 6.0}, [200]),
-        ({100: -0.9, 200: 3.0}, [200]),  # the other side
-        ({199: 0.9, 200: 3.0}, [200]),  # one step before
-        ({200: 6.0, 250: 6.0}, [200, 250]),  # an alarm does not hide the next
+        ({100: -0.9, 200: 3.0}, [200]),
+        ({199: 0.9, 200: 3.0}, [200]),
+        ({200: 6.0, 250: 6.0}, [200, 250]),
     ):
-        rng, spikes, alarms = np.random.default_rng(3), Spikes(["w"], 50, 6.0), []
+        rng, spikes, alarms = np.random.default_rng(0), Spikes(["w"], 50, 6.0), []
         for step in range(300):
-            norm = float(np.exp(0.1 * rng.standard_normal() + sizes.get(step, 0)))
+            norm = float(np.exp(0.1 * rng.standard_t(5) + sizes.get(step, 0)))
             values, _ = spikes.find(norm, {"w": norm})
-            alarms += [step] * (values.keys() >= {"spike/w"})
+            alarms += [step] * ("spike/w" in values)
         assert alarms == expected, sizes
 
 
