@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 
@@ -22,8 +21,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 def pytest_configure(config):
     """Compile loops before the tests, or the first would have the note about it in its output."""
-    # as the command line does: with all libraries loaded, looking for cycles takes one second of twenty
-    gc.set_threshold(50_000)
     if not hasattr(config, "workerinput"):
         import gradstats
 

@@ -32,6 +32,9 @@ _FALSE, _STEPS = 0.05, 1000
 _BEYOND = 4.5
 """Largest factor by which an alarm is further out than any value before on its side."""
 
+_DOUBT = 1000
+"""Values from which the index may be estimated twice too large: of n values 1 + 1,000/n times."""
+
 _LATE = 10
 """Steps, at most half of those judged, after which a value is among those before: what goes wrong may begin slowly."""
 
@@ -105,10 +108,11 @@ class _Tail:
         ratios = stdtrit(freedom, 1 - share / 2) / stdtrit(freedom, 0.75)
         nearest = 1 / float(np.interp(far / middle, ratios, self.inverse_freedom))
         limit = middle * stdtrit(nearest, 1 - self._probability / 2) / stdtrit(nearest, 0.75)
-        # an estimate from few values is often too light, so records are asked, too: the next of n values of any law
-        # is the largest in one case of n + 1, and c times as far out in c⁻ᵛ of those; ν may be off by half
+        # an estimate from few values is often too light, so records are asked, too: the next of n values of any law is
+        # the largest in one case of n + 1, and c times as far out in c⁻ᵛ of those
         records = math.log(_STEPS / SURE)
-        beyond = min((records / _FALSE) ** (1.5 / nearest), _BEYOND)
+        sure = nearest / (1 + _DOUBT / self.count)
+        beyond = min((records / _FALSE) ** (1 / sure), _BEYOND)
         return float(max(limit, beyond * farthest))
 
 

@@ -428,6 +428,10 @@ def test_a_rule_looks_the_same_in_every_figure():
     names = [n for n in (*COMPRESSORS, *BASELINES) if n != "exact"]  # topk is exact
     looks = [tuple(str(look_of(name)[part]) for part in ("color", "ls")) for name in names]
     assert len(set(looks)) == len(looks)
+    # rules of others: no palette has as many colours as there are names, but lines and markers vary, too
+    others = [tuple(map(str, look_of(f"rule-{i}").values())) for i in range(300)]
+    assert len(set(others)) >= 50
+    assert {look[0] for look in others} == {str(colour) for colour in PALETTE}
     for colour in PALETTE:
         assert 1.05 / (_luminance(colour) + 0.05) >= 3
 
@@ -738,6 +742,17 @@ def test_a_dark_figure_is_light_on_dark_in_the_same_hues(ax):
     assert to_rgb(ax.xaxis.label.get_color()) == pytest.approx((1, 1, 1), abs=0.01)
     for tick in ax.xaxis.get_major_ticks():
         assert to_rgb(tick.label1.get_color()) == pytest.approx((1, 1, 1), abs=0.01)
+
+
+def test_dark_colours_are_those_of_css():
+    """``invert(1) hue-rotate(180deg)``: of c′ = 1 − c the mirror image about its grey, twice the luminance less c′."""
+    from gradstats.plots.files import _inverted
+    from gradstats.plots.style import PALETTE
+
+    for colour in map(to_rgb, PALETTE):
+        inverted = 1 - np.array(colour)
+        grey = np.dot([0.213, 0.715, 0.072], inverted)  # CSS filter effects, 8.2
+        assert _inverted(colour)[:3] == pytest.approx(np.clip(2 * grey - inverted, 0, 1), abs=1e-9)
 
 
 def test_a_figure_saved_dark_keeps_its_own_colours(ax, tmp_path):

@@ -285,6 +285,9 @@ def test_bad_data_is_said_first(tmp_path):
     dull[:7] = np.nan
     dull[10:60] = 0.25
     layers = {"a": dull, "dead": np.zeros(500, np.float32), "bias": np.ones(1, np.float32)}
+    # the first is the largest or the least of its layer: not constant
+    layers["falls"] = np.sort(rng.laplace(size=100)).astype(np.float32)[::-1]
+    layers["rises"] = layers["falls"][::-1]
     write_report([ArraySource(layers, "<bad> & sons")], tmp_path / "r.html")
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
     assert page.rows[0][1] == "<bad> & sons, gradient"
