@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 FILE = RESULTS / "mutations.jsonl"
 TESTS = ROOT / "tests"
 ALSO = {
+    "atlas": "tests/docs/test_atlas_page.py",
     "laws": "tests/statistics/test_fitting.py",
     "stages": "tests/thresholds/test_thresholds.py",
     "dependence": "tests/analysis/test_drift.py",

@@ -17,6 +17,7 @@ from conftest import DATA
 from support.traces import LAYERS, write_shards
 
 import gradstats
+from gradstats import report
 from gradstats.analysis.closest import evenly, law_pairs
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
@@ -417,6 +418,33 @@ def test_a_training_is_one_picture_of_each_kind(monkeypatch):
             whole = sketch(source.read(0, kind, step).values)
             assert reduced.moments == whole.moments, (kind, step)
     assert sections._overview(SimpleNamespace(source=source, steps=[10, 100])) == ""
+
+
+def test_thresholds_are_drawn_over_the_steps_at_the_smallest_ratio(monkeypatch):
+    """Each kind by itself, without the rules that count: they would be a line at 1."""
+    drawn = []
+    monkeypatch.setattr(
+        gradstats.plots, "quality_over_steps", lambda rows, ax, title: drawn.append((title, rows))
+    )
+    monkeypatch.setattr(gradstats.plots, "quality_bars", lambda *_, **__: None)
+    source = open_source(DATA / "resnet20-ef.zarr")
+    rules = ["exact", "sidco-e"]
+    series = list(gradstats.quality_series(source, measured.RATIOS, rules))
+    m = SimpleNamespace(source=source, kinds=["gradient", "corrected"], steps=[10, 100])
+    sections._thresholds(SimpleNamespace(**vars(m), quality=[], series=series))
+    assert [title for title, _ in drawn] == m.kinds
+    for kind, rows in drawn:
+        assert {(r["kind"], r["estimator"], r["ratio"]) for r in rows} == {
+            (kind, "sidco-e", min(measured.RATIOS))
+        }
+
+
+@pytest.mark.parametrize(
+    ("program", "name"), [("/opt/gradstats/__main__.py", "gradstats"), ("/opt/bin/mine", "mine")]
+)
+def test_the_command_is_on_the_page(monkeypatch, program, name):
+    monkeypatch.setattr(sys, "argv", [program, "report", "a run.zarr"])
+    assert f"<code>{name} report &#x27;a run.zarr&#x27;</code>" in report._provenance([])
 
 
 def test_the_figure_of_the_fits_has_what_is_fitted_by_default(monkeypatch):
