@@ -168,17 +168,17 @@ class Monitor(Facts):
 
     The norm, the mean and the counts are exact; ξ, p and the share of underflow come from a histogram with cells half a
     percent wide. An alarm is a z from `spike` on that chance alone, judged by the z of all steps so far, would hardly
-    reach in 1,000 steps. It is also further out than any before on its side, but for alarms and the last ten steps, by
-    a factor that is the larger the heavier the tail, at most 4.5. A spike of the whole that is none triggers nothing;
-    one that a single layer makes is an alarm if the layer's is. Where norms have heavy tails an alarm takes a larger
-    jump, and windows shorter than 20 steps give none. A norm of exactly zero is no collapse, but in ``zeros``. A step
-    described reads every element twice, as a sketch of every parameter; other steps cost nothing. On a device other
-    than the CPU the elements stay there, and the host waits a few times for every parameter. Sharded parameters add an
-    all-reduce of eight numbers per parameter, and one of 256 kB. Parameters without a gradient are left out; where an
-    optimizer in the backward pass has taken it, one warning names them, at the first step described. Where none has
-    one, the dict has the number of the step alone. A monitor is not checkpointed: after a resume the window fills anew.
-    With `noise` every micro-batch of a step described is read three times, as it is accumulated, and no copy of it is
-    kept; under DDP accumulate under ``no_sync()``, for each rank's own sums.
+    reach in 1,000 steps. It is also further out than any before on its side, alarms and the last ten steps left out: by
+    a factor up to 4.5, the larger the heavier the tail seems. A spike of the whole that is no alarm triggers nothing;
+    one that a single layer makes is an alarm only if the layer's is. Windows shorter than 20 steps give none. A norm of
+    exactly zero is no collapse, but in ``zeros``. A step described reads every element twice, as a sketch of every
+    parameter; other steps cost nothing. On a device other than the CPU the elements stay there, and the host waits a
+    few times for every parameter. Sharded parameters add an all-reduce of eight numbers per parameter, and one of 256
+    kB. Parameters without a gradient are left out; where an optimizer in the backward pass has taken it, one warning
+    names them, at the first step described. Where none has one, the dict has the number of the step alone. A monitor is
+    not checkpointed: after a resume the window fills anew. With `noise` every micro-batch of a step described is read
+    three times, as it is accumulated, and no copy of it is kept; under DDP accumulate under ``no_sync()``, for each
+    rank's own sums.
 
     Examples
     --------

@@ -33,10 +33,10 @@ _BEYOND = 4.5
 """Largest factor by which an alarm is further out than any value before on its side."""
 
 _DOUBT = 1000
-"""Values from which the index may be estimated twice too large: of n values 1 + 1,000/n times."""
+"""How far a tail's index may be estimated too large: 1 + 1,000/n times, of n values."""
 
 _LATE = 10
-"""Steps, at most half of those judged, after which a value is among those before: what goes wrong may begin slowly."""
+"""Steps after which a value is one of those before, or half of the steps judged: what goes wrong may begin slowly."""
 
 _ALONE = 0.5
 """Part of a jump of the whole that is left without the layer that changed most, below which that layer made it."""
@@ -111,8 +111,8 @@ class _Tail:
         # an estimate from few values is often too light, so records are asked, too: the next of n values of any law is
         # the largest in one case of n + 1, and c times as far out in c⁻ᵛ of those
         records = math.log(_STEPS / SURE)
-        sure = nearest / (1 + _DOUBT / self.count)
-        beyond = min((records / _FALSE) ** (1 / sure), _BEYOND)
+        heaviest = nearest / (1 + _DOUBT / above[0])
+        beyond = min((records / _FALSE) ** (1 / heaviest), _BEYOND)
         return float(max(limit, beyond * farthest))
 
 
@@ -156,9 +156,7 @@ class _Rows:
         while len(self._recent) > min(_LATE, self._judged / 2):
             old = self._recent.popleft()
             for side, farthest in self._farthest.items():
-                self._farthest[side] = np.nanmax(np.append(side * old, farthest))
-        self._recent.append(sure)
-        self._judged += bool(np.isfinite(sure).any())
+                self._farthest[side] = float(np.max(side * old, initial=farthest))
         for side, tail in self._jumps.items():
             sizes = side * sure
             large = side * z >= self._least
@@ -167,8 +165,11 @@ class _Rows:
                 alarms |= large & (sizes >= tail.limit(self._farthest[side]))
             # alarms count, too: one changes no quantile, and many are how the norms are
             tail.add(sizes[sizes > 0])
-        # as the values before they are left out: one would hide the next
-        sure[alarms] = math.nan
+        # no further out than by z, whose deviation has a least: against norms that hardly moved a small change is
+        # anything, and would hide what comes later. An alarm would hide the next
+        told = np.copysign(np.minimum(np.abs(sure), np.abs(z)), z)[~(np.isnan(sure) | alarms)]
+        self._recent.append(told)
+        self._judged += bool(told.size)
         known = np.isfinite(logs)
         for past, now in ((self._logs, logs), (self._common, common)):
             # a layer without a norm in this step keeps its window
@@ -291,29 +292,26 @@ class Spikes:
         logs = _logs([norms.get(name, 0.0) for name in self._names])
         common = _of_the_others(logs)
         learned = self._layers.learned
-        of_layers = self._layers.take(logs, common)
+        z, jumps, grown, middle = self._layers.take(logs, common)
         # squared norms add up to that of the whole: what changed most there is to blame
-        squares, usual = np.exp(2 * logs), np.exp(2 * (of_layers[3] + common))
+        squares, usual = np.exp(2 * logs), np.exp(2 * (middle + common))
         change = np.abs(squares - usual)
 
         without = None
-        if learned and not of_layers[1].any() and np.isfinite(change).any():
+        if learned and not jumps.any() and np.isfinite(change).any():
             most = int(np.nanargmax(change))
             without = _logs([math.sqrt(max(norm * norm - squares[most] + usual[most], 0.0))])
         values: dict[str, float] = {}
-        z, jumps, grown, _ = self._whole.take(_logs([norm]), np.zeros(1), without)
-        if np.isfinite(z[0]):
-            values["spike"] = float(z[0])
+        whole_z, whole_jumps, whole_grown, _ = self._whole.take(_logs([norm]), np.zeros(1), without)
+        if np.isfinite(whole_z[0]):
+            values["spike"] = float(whole_z[0])
         # its z is always among the values, and must not trigger by its size alone
-        self.doubtful = bool(np.isfinite(z[0]) and not jumps[0])
-        _name(values, [""], z, jumps, grown)
-        whole_is_odd = bool(jumps[0] or grown[0])
-
-        z, jumps, grown, _ = of_layers
+        self.doubtful = bool(np.isfinite(whole_z[0]) and not whole_jumps[0])
+        _name(values, [""], whole_z, whole_jumps, whole_grown)
         _name(values, self._names, z, jumps, grown)
         odd = jumps | (grown > 0)
         # many small changes together, none of them an alarm
-        if not odd.any() and whole_is_odd:
+        if not odd.any() and (whole_jumps[0] or whole_grown[0]):
             odd = np.isfinite(change)
         blamed = max(np.flatnonzero(odd), key=lambda i: change[i], default=None)
         return values, None if blamed is None else self._names[blamed]

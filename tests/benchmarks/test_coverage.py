@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import intervals
@@ -143,6 +144,10 @@ def test_the_numbers_in_sentences_are_those_of_the_rows():
     assert f"in {min(wrong)} to {max(wrong)} of 40 runs of 1,000 steps" in page
     heavy = [r["covered"] for r in alarms if r["law"] == "Student's t(3)"]
     assert f"30 times is seen in {min(heavy)} to {max(heavy)} of 40" in page
+    said = [r["replications"] for r in ROWS if r["case"].startswith("statements")]
+    assert f"{min(said)} to {max(said)} replications, whose standard error at 95 is" in page
+    errors = [100 * math.sqrt(0.95 * 0.05 / n) for n in (min(said), max(said))]
+    assert "standard error at 95 is {:.0f} to {:.0f} points".format(*errors) in page
     skewed = rows["Trial", "differences exponential, 1 %", 8, "confirmed at the tolerance"]
     howto = " ".join((ROOT / "docs/howto/trial.md").read_text(encoding="utf-8").split())
     assert f"wrong in up to {100 * (1 - intervals.share(skewed)):.0f} of 100" in howto

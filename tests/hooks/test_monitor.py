@@ -344,6 +344,19 @@ def test_of_heavy_tails_a_jump_is_no_alarm_that_is_little_further_out_than_one_b
         assert alarms == expected, sizes
 
 
+def test_a_small_change_of_norms_that_never_changed_hides_no_alarm():
+    """As of gradients that were clipped: against no spread at all it is infinitely far out."""
+    rng, spikes, alarms = np.random.default_rng(0), Spikes(["w"], 50, 6.0), []
+    for step in range(250):
+        norm = (
+            {30: 0.9, 35: 1.1}.get(step, 1.0) if step < 60 else np.exp(0.1 * rng.standard_normal())
+        )
+        norm = float(norm * {239: 1e4, 249: 1e-4}.get(step, 1))
+        values, _ = spikes.find(norm, {"w": norm})
+        alarms += [(step, n) for n in ("spike/w", "collapse/w") if n in values]
+    assert alarms == [(239, "spike/w"), (249, "collapse/w")]
+
+
 def test_a_robust_z_is_that_of_numpy():
     """Deviations from the median in units of 1.4826 median absolute deviations, of logarithms."""
     rng = np.random.default_rng(7)
