@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if arguments is None:
-        # of a report's time a sixth went into looking for cycles, of which a program that ends soon has few
+        # looking for cycles among all that the libraries made takes long, and a program that ends soon makes few
         gc.set_threshold(50_000)
     # names may hold letters that the terminal's encoding does not have
     for stream in (sys.stdout, sys.stderr):

@@ -171,13 +171,8 @@ def _over_time(series: Sequence[Mapping[str, Any]]) -> list[str]:
         first, last = (
             float(np.median(part)) for part in (record["rms"][:few], record["rms"][-few:])
         )
-        piece = record["piece"]
-        growth = {"rms, last ÷ first": last / first if first else None}
-        rows.append(
-            {"training": piece}
-            | growth
-            | {column: shown.get((piece, column)) for column in columns}
-        )
+        growth = {"training": record["piece"], "rms, last ÷ first": last / first if first else None}
+        rows.append(growth | {name: shown.get((record["piece"], name)) for name in columns})
     text = (
         "Over all steps, of `corrected`: the root mean square in the last tenth of the steps ÷ that in the first "
         "(medians), and by which factor the exact threshold is off that of 1, 5 or 20 steps before, by ratio. Half of "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 import xarray
 from conftest import ROOT
 from support.programs import program
@@ -72,14 +71,6 @@ def test_the_commands_shown_exist():
     assert len(commands) > 2
     for command in commands:
         assert run(command, "--help").returncode == 0, command
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page):
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / page).read_text("utf-8"))
-    assert targets
-    for target in targets:
-        assert target.startswith("http") or (ROOT / target).exists(), target
 
 
 def test_every_test_that_a_page_names_exists():

@@ -430,9 +430,11 @@ def test_thresholds_are_drawn_over_the_steps_at_the_smallest_ratio(monkeypatch):
     source = open_source(DATA / "resnet20-ef.zarr")
     rules = ["exact", "sidco-e"]
     series = list(gradstats.quality_series(source, measured.RATIOS, rules))
-    m = SimpleNamespace(source=source, kinds=["gradient", "corrected"], steps=[10, 100])
-    sections._thresholds(SimpleNamespace(**vars(m), quality=[], series=series))
-    assert [title for title, _ in drawn] == m.kinds
+    kinds = ["gradient", "corrected"]
+    sections._thresholds(
+        SimpleNamespace(source=source, kinds=kinds, steps=[10, 100], quality=[], series=series)
+    )
+    assert [title for title, _ in drawn] == kinds
     for kind, rows in drawn:
         assert {(r["kind"], r["estimator"], r["ratio"]) for r in rows} == {
             (kind, "sidco-e", min(measured.RATIOS))

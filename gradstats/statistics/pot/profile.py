@@ -46,7 +46,7 @@ def likelihood_region(
     from scipy.optimize import brentq
     from scipy.special import chdtri, lambertw
 
-    # here: SciPy's distributions take a second to import, and most commands fit none
+    # here: SciPy's distributions take long to import, and most commands fit none
     from gradstats.statistics.laws.double_genpareto import best_shapes
 
     unit, c = fitted.params["scale"], fitted.params["c"]
