@@ -335,9 +335,12 @@ def received(reports):
 
 @pytest.mark.slow
 def test_sigkill_at_20_random_moments_loses_only_uncommitted_steps(tmp_path):
-    """Ranks take turns: one grows its arrays as it goes, the other has them laid out. The campaign has hundreds."""
+    """Ranks take turns: one grows its arrays as it goes, the other has them laid out. The campaign has hundreds.
+
+    Moments are counted in steps of the writer, not in seconds, so that a slow disk has as many of them.
+    """
     rng = random.Random(0)
-    committed = []
+    committed, stretch = [], 0.0
     for trial in range(20):
         path = tmp_path / f"{trial}.zarr"
         create_trace(path, LAYERS)
@@ -347,9 +350,14 @@ def test_sigkill_at_20_random_moments_loses_only_uncommitted_steps(tmp_path):
         process.start()
         theirs.close()
         assert reports.recv() == "ready"
-        time.sleep(rng.uniform(0, 0.5))
+        reported = []
+        for _ in range(rng.randrange(8)):
+            began = time.perf_counter()
+            reported.append(reports.recv())
+            stretch = time.perf_counter() - began
+        time.sleep(rng.uniform(0, stretch))
         process.kill()
-        reported = received(reports)
+        reported += received(reports)
         process.join()
         trace = open_trace(path)
         if not trace.ranks:
