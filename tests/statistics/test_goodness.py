@@ -306,10 +306,10 @@ def test_fits_of_everything_in_little_time():
     import time
 
     reduced = sketch(np.random.default_rng(17).laplace(size=10_000_000).astype(np.float32))
-    started = time.perf_counter()
+    started = time.process_time()
     for model in ("double_genpareto", "dgamma", "laplace"):
         goodness(fit(reduced, model, "mle"), reduced)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize(

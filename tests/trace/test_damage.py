@@ -204,7 +204,7 @@ def test_anything_in_the_place_of_metadata(path, where, what, tmp_path, monkeypa
     else:
         monkeypatch.setattr(format, "_METADATA", 10_000)
         file.write_text(text + " " * (10_001 - len(text)))
-    start = time.perf_counter()
+    start = time.process_time()
     if where == "":
         raised(lambda: open_trace(path))
         assert not is_trace(path)
@@ -218,7 +218,7 @@ def test_anything_in_the_place_of_metadata(path, where, what, tmp_path, monkeypa
         trace = open_trace(path)
         raised(lambda: trace.steps(0))
         assert trace.steps(1) == STEPS[:3]
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("name", ["gradient", "loss", "step", "compression"])
@@ -245,7 +245,7 @@ def test_hostile_array_metadata_is_bounded(path, name, change):
         about |= change
     file.write_text(json.dumps(about))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start = time.process_time()
     trace = open_trace(path)
     for call in (
         trace.steps,
@@ -255,7 +255,7 @@ def test_hostile_array_metadata_is_bounded(path, name, change):
     ):
         with contextlib.suppress(GradstatsError):
             call()
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 
 

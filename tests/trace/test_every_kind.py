@@ -409,9 +409,9 @@ def test_closing_costs_what_was_written(tmp_path):
     writer = write(
         path, range(20), store="sketches", compression=True, expected_steps=200_000, close=False
     )
-    start = time.perf_counter()
+    start = time.process_time()
     writer.close()
-    assert time.perf_counter() - start < 2  # 0.02 s on an idle machine
+    assert time.process_time() - start < 2  # 0.02 s on an idle machine
     assert_as_written(assert_all_agree(path), 0, range(20), compression=True)
     assert sum(1 for p in path.rglob("*") if p.is_file()) < 400
 

@@ -408,6 +408,6 @@ def test_a_column_of_many_chunks_takes_the_time_of_its_rows(path, monkeypatch):
     monkeypatch.setattr(array, "holds", lambda *_: True)
     monkeypatch.setattr(array, "chunk_rows", lambda chunk: np.array([2.0 * chunk, 2 * chunk + 1]))
     rows = range(1, 120_001, 3)
-    start = time.perf_counter()
+    start = time.process_time()
     assert np.array_equal(group.column("loss", rows), rows)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
