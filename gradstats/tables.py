@@ -234,7 +234,7 @@ class Drift(Records):
     Attributes
     ----------
     dataset : xarray.Dataset
-        Data set of :func:`gradstats.over_training`.
+        Data set of :func:`gradstats.over_training`, of the quantities that were followed.
     """
 
     dataset: Any = None

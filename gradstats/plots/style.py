@@ -10,7 +10,13 @@ from zlib import crc32
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import (
+    LogFormatter,
+    LogLocator,
+    NullFormatter,
+    ScalarFormatter,
+    StrMethodFormatter,
+)
 from matplotlib.transforms import ScaledTranslation
 from numpy.typing import NDArray
 
@@ -41,6 +47,8 @@ __all__ = [
     "tidy",
 ]
 
+_OF_NUMBERS = LogFormatter | ScalarFormatter | StrMethodFormatter
+"""Formatters of ticks that hold no names."""
 _CONTRAST = 3.0
 """Least contrast of a line with a white page (WCAG 2.1, 1.4.11)."""
 
@@ -208,7 +216,7 @@ def _plain_text(axes: Iterable[Axes]) -> None:
         for axis in (ax.xaxis, ax.yaxis):
             texts.append(axis.label)
             # ticks of numbers are not made just to be looked at: that takes as long as a drawing
-            if not isinstance(axis.get_major_formatter(), LogFormatter | ScalarFormatter):
+            if not isinstance(axis.get_major_formatter(), _OF_NUMBERS):
                 texts += axis.get_ticklabels(which="both")
         _plain(texts)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.primitives.loops.sums import sums_of_repeats
 from gradstats.statistics.resampling import block_counts
 
 __all__ = [
@@ -96,6 +98,14 @@ def _exponent(logs: NDArray[np.float64], log_ranks: NDArray[np.float64]) -> floa
     return float(sizes @ sizes) / covariance if covariance > 0 else 0.0
 
 
+@lru_cache(maxsize=2)
+def _draws(blocks: int) -> NDArray[np.int64]:
+    """Return how often each block is drawn: the same for all gradients, which have as many runs and layers."""
+    counts = block_counts(blocks, _REPLICATES, np.random.default_rng(_SEED))
+    counts.flags.writeable = False
+    return counts
+
+
 def over_blocks(
     magnitudes: NDArray[np.float64],
     positions: NDArray[np.int64],
@@ -143,16 +153,18 @@ def over_blocks(
     own = logs[first - 1 : last]
     log_ranks = _log_ranks(first, own.size)
     p = _exponent(own, log_ranks)
-    found = []
-    for counts in block_counts(starts.size, _REPLICATES, np.random.default_rng(_SEED)):
-        # repeated where they stand, sorted logarithms stay sorted
-        drawn = np.repeat(logs, counts[block])[first - 1 : last]
-        # a replicate without the fullest blocks may end inside the window
-        if drawn.size == log_ranks.size:
-            found.append(_exponent(drawn, log_ranks))
-        elif drawn.size > (last - first) / 2:
-            found.append(exponent_of(drawn, first))
-    logged = np.log(np.array([each for each in found if each > 0]))
+    # from one of them, where squares lose few digits, and none if all are equal
+    sizes = logs - own[own.size // 2]
+    # repeated where they stand, sorted logarithms stay sorted
+    before = np.concatenate([np.zeros(first), log_ranks.cumsum()])
+    sums = np.empty((_REPLICATES, 4))
+    sums_of_repeats(sizes, block, _draws(starts.size), before, first - 1, sums)
+    # a replicate without the fullest blocks may end inside the window
+    count, total, squares, products = sums[sums[:, 0] > (last - first) / 2].T
+    covariance = total * before[first - 1 + count.astype(np.int64)] / count - products
+    falls = covariance > 0
+    found = (squares - total**2 / count)[falls] / covariance[falls]
+    logged = np.log(found[found > 0])
     if p <= 0 or logged.size < _REPLICATES / 2:
         return math.nan, math.nan, "replicates have no exponent"
     # in ln p, so that both ends stay above 0

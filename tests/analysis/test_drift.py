@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 from support.traces import DRIFTING_LAYERS, drifting_trace
 
-from gradstats import fit, over_training
+from gradstats import drift, fit, over_training
 from gradstats.analysis.drift import FEWEST_STEPS, QUANTITIES, _drift, drift_records
 from gradstats.analysis.verdicts import movement
 from gradstats.errors import InputError
@@ -58,6 +58,14 @@ def test_what_was_not_captured_is_nan(tmp_path):
     assert np.isnan(d["mean"].sel(rank=1, step=[0, 2])).all()
     assert d["mean"].sel(rank=1, step=1) == 1
     assert np.isfinite(d["mean"].sel(rank=0)).all()
+
+
+def test_only_what_is_asked_for_is_measured(tmp_path):
+    path = drifting_trace(tmp_path / "run.zarr", [0, 1, 2], lambda s: 1 + s)
+    for asked, expected in (((), ("mean", "threshold", "shape", "p")), (["ks"], ("ks",))):
+        found = drift(path, asked, models=["dgamma"], ratios=(0.1,))
+        assert tuple(dict.fromkeys(r["quantity"].split()[0] for r in found)) == expected
+        assert {n for n in found.dataset if n in QUANTITIES} == set(expected)
 
 
 def test_a_trend_takes_the_fewest_steps(tmp_path):

@@ -18,6 +18,8 @@ from gradstats.statistics.compressibility import (
     local_exponents,
     window_exponents,
 )
+from gradstats.statistics.dependence import over_blocks
+from gradstats.statistics.resampling import block_counts
 from gradstats.trace import open_trace
 
 
@@ -340,6 +342,33 @@ def test_blocks_need_positions():
     few = compressibility(np.where(np.arange(50_000) < 2000, 100 * x, x))  # all in nine runs
     assert math.isnan(few.runs_low)
     assert "fewer than 20 blocks" in few.dependence
+
+
+def test_interval_by_blocks_is_that_of_repeated_elements():
+    """Blocks that differ leave some replicates that end inside the window."""
+    rng, short = np.random.default_rng(3), 0
+    for tail, blocks, window in ((2, 50, (1, 300)), (0.7, 25, (7, 200)), (4, 400, (3, 2000))):
+        scale = np.exp(rng.standard_normal(blocks))
+        of = rng.integers(blocks, size=20_000)
+        of.sort()
+        x = np.abs(rng.standard_t(tail, of.size)) * scale[of]
+        first, last = window
+        largest = np.argsort(-x)[: 2 * last]
+        logs, block = np.log(x[largest]), of[largest]
+        starts = np.searchsorted(of, np.arange(blocks))
+        exponents = []
+        for counts in block_counts(blocks, 199, np.random.default_rng(0)):
+            drawn = np.repeat(logs, counts[block])[first - 1 : last]
+            short += drawn.size < last - first + 1
+            if drawn.size > (last - first) / 2:
+                ranks = np.arange(first, first + drawn.size)
+                exponents.append(-1 / np.polyfit(drawn, np.log(ranks - 0.5), 1)[0])
+        p = -1 / np.polyfit(logs[first - 1 : last], np.log(np.arange(first, last + 1) - 0.5), 1)[0]
+        degrees = np.unique(block[:last]).size / 2 - 1
+        factor = np.exp(stats.t(degrees).ppf(0.975) * np.log(exponents).std(ddof=1))
+        low, high, reason = over_blocks(x[largest], largest, starts, window)
+        assert (low, high, reason) == (pytest.approx(p / factor), pytest.approx(p * factor), "")
+    assert short > 10
 
 
 def test_blocks_may_be_layers():

@@ -48,6 +48,12 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
         yield sums.moments_of_parts, (x, parts, least, log, np.full((2, 7), 9.0))
     weight = np.arange(n, dtype=np.float64)
     yield sums.tail_sums, (weight, np.sqrt(weight), np.zeros((n + 1, 4)))
+    # of the second replicate fewer than there are ranks, of the third nothing
+    times, of_blocks = np.array([[2, 0, 3], [1, 0, 0], [0, 0, 0]]), np.arange(n) % 3
+    yield (
+        sums.sums_of_repeats,
+        (np.sqrt(weight), of_blocks, times, np.sqrt(weight), n // 5, np.full((3, 4), 9.0)),
+    )
 
     yield counts.block_count, (x, low32)
     yield counts.block_histogram, (bits, 16, np.full(1 << 15, 2, np.uint32))

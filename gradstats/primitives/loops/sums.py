@@ -34,6 +34,7 @@ __all__ = [
     "block_sum_log",
     "block_tail",
     "moments_of_parts",
+    "sums_of_repeats",
     "tail_sums",
 ]
 
@@ -528,3 +529,56 @@ def tail_sums(
         total += w * x
         squares += w * (x * x)
         sums[i, 0], sums[i, 1], sums[i, 2], sums[i, 3] = count, total, squares, w
+
+
+def _sums_of_repeats(x: Any, block: Any, counts: Any, before: Any, first: Any, sums: Any) -> None:
+    ranked = np.diff(before)
+    for row, times in zip(sums, counts, strict=True):
+        drawn = np.repeat(x, times[block])[first : before.size - 1]
+        here = ranked[first : first + drawn.size]
+        row[:] = drawn.size, drawn.sum(), drawn @ drawn, drawn @ here
+
+
+@compiled(_sums_of_repeats, within=1e-12, nogil=True)
+def sums_of_repeats(
+    x: NDArray[np.float64],
+    block: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    before: NDArray[np.float64],
+    first: int,
+    sums: Written[np.float64],
+) -> None:
+    """Add up sorted numbers that are repeated where they stand, and their products with what belongs to their ranks.
+
+    Parameters
+    ----------
+    x : ndarray of float64, shape (n,)
+        Numbers in order.
+    block : ndarray of int64, shape (n,)
+        Block of each.
+    counts : ndarray of int64, shape (replicates, blocks)
+        How often each block is repeated.
+    before : ndarray of float64, shape (ranks + 1,)
+        What belongs to ranks, added up: what stands at i is the sum over the first i.
+    first : int
+        Ranks that are left out at the beginning; those after `ranks` are, too.
+    sums : ndarray of float64, shape (replicates, 4)
+        Written: of each replicate the number of ranks, Σx, Σx² and Σx times what belongs to the rank.
+    """
+    last = before.size - 1
+    for row in range(counts.shape[0]):
+        placed, count = 0, 0
+        total, squares, products = 0.0, 0.0, 0.0
+        for i in range(x.size):
+            times = counts[row, block[i]]
+            begin, end = max(placed, first), min(placed + times, last)
+            if begin < end:
+                repeated = (end - begin) * x[i]
+                count += end - begin
+                total += repeated
+                squares += repeated * x[i]
+                products += x[i] * (before[end] - before[begin])
+            placed += times
+            if placed >= last:
+                break
+        sums[row, 0], sums[row, 1], sums[row, 2], sums[row, 3] = count, total, squares, products
