@@ -468,7 +468,7 @@ def payload(
     # until it fits, or two steps are left
     while (size := len(json.dumps(packed))) > most and every < max(len(s.steps) for s in several):
         # size falls about in proportion to the steps; at least one step in more is left out each time
-        every = max(every + 1, math.ceil(every * size / most))
+        every = math.ceil(every * size / most)
         packed = [_pack_series(s, ratios, every) for s in several]
     if every > 1:
         notes.append(

@@ -372,6 +372,18 @@ def test_a_bootstrap_says_what_it_tested():
     assert max(map(cell_len, shown.splitlines())) <= 80
 
 
+def test_of_layers_the_smallest_format_is_shown_and_all_where_they_are_asked_for():
+    command = ["wire", EF, "--step", 10, "--kind", "gradient", "--to", "mxfp6", "--to", "int4"]
+    layers = ["--per-layer", "--layer", "fc.*"]
+    brief = run(*command, *layers).stdout
+    assert [line.split()[0] for line in brief.splitlines()[-3:]] == ["all", "fc.weight", "fc.bias"]
+    assert "int4" not in brief
+    for more, times in ((), 1), ((*layers, "--all"), 3):
+        shown = run(*command, *more).stdout
+        assert len(re.findall(r"^ int4 ", shown, re.MULTILINE)) == times
+    assert len(records(*command, *layers)) == 6
+
+
 def test_a_choice_of_threshold():
     command = ["pot", EF, "--step", 100, "--kind", "gradient", "--choose", 40]
     command += ["--ratio", 0.5, "--ratio", 0.05, "--ratio", 0.001]

@@ -11,7 +11,7 @@ import time
 
 import nbformat
 import pytest
-from conftest import DATA
+from conftest import DATA, ROOT
 from support.browser import CHROMIUM, NO_BROWSER, Browser
 
 import gradstats
@@ -70,6 +70,16 @@ def test_the_view_is_read_and_set_and_what_there_is_not_is_refused(view):
         assert "\n" not in str(caught.value)
         assert getattr(view, name) != value
     assert view.layer == "conv1.weight"
+
+
+def test_what_the_page_reads_is_what_is_sent_to_it(view):
+    source = (ROOT / "gradstats/explorer/js/src/index.js").read_text()
+    traits = json.loads(re.search(r"const TRAITS = (\[.*?\]);", source)[1])
+    named = dict(re.findall(r"(\w+): \"(\w+)\"", re.search(r"const NAMED = {(.*?)}", source)[1]))
+    assert named == {"from": "first", "to": "last"}
+    read = {named.get(name, name) for name in traits} | {"payload"}
+    assert read <= set(view.traits(sync=True))
+    assert view.get_state(read).keys() == read
 
 
 def test_a_law_is_fitted_when_it_is_asked_for(view, monkeypatch):
