@@ -19,6 +19,7 @@ from conftest import DATA, ROOT
 from rich.cells import cell_len
 from support.every import every
 from support.installed import files_of
+from support.networks import measured_network
 from support.terminal import records, run
 from support.traces import drifting_trace
 
@@ -398,6 +399,17 @@ def test_a_choice_of_threshold():
     assert "chosen" in shown
     assert "random splits choose" in done.stderr
     assert "Too wide" not in shown
+
+
+def test_a_plan_says_which_link_it_assumed_and_nothing_of_a_measured_one(tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).laplace(size=20_000).astype("f4"))
+    measured_network().save(tmp_path / "network.json")
+    for where, assumed in (("--link", "1gbit"), True), (("--network", "network.json"), False):
+        found = ["plan", "x.npy", *where, "--compute", 0.01, "--workers", 4, "--compressor", "topk"]
+        with contextlib.chdir(tmp_path):
+            done = run(*found)
+        assert done.returncode == 0, done.stderr
+        assert ("1gbit was not measured" in done.stderr) is assumed
 
 
 def test_a_report_says_what_a_usual_link_would_make_of_it(tmp_path):
