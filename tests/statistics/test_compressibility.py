@@ -345,11 +345,19 @@ def test_blocks_need_positions():
 
 
 def test_interval_by_blocks_is_that_of_repeated_elements():
-    """Blocks that differ leave some replicates that end inside the window."""
-    rng, short = np.random.default_rng(3), 0
-    for tail, blocks, window in ((2, 50, (1, 300)), (0.7, 25, (7, 200)), (4, 400, (3, 2000))):
-        scale = np.exp(rng.standard_normal(blocks))
-        of = rng.integers(blocks, size=20_000)
+    """Blocks that differ leave some replicates that end inside the window, and too few of others, which do not count.
+
+    One block has a share of the elements to itself.
+    """
+    rng, short, left_out = np.random.default_rng(3), 0, 0
+    for tail, blocks, window, own in (
+        (2, 50, (1, 300), 0),
+        (0.7, 25, (7, 200), 0),
+        (4, 400, (3, 2000), 0),
+        (2, 30, (2, 300), 0.85),
+    ):
+        scale = np.exp(rng.standard_normal(blocks) * (own == 0))
+        of = np.where(rng.random(20_000) < own, 5, rng.integers(blocks, size=20_000))
         of.sort()
         x = np.abs(rng.standard_t(tail, of.size)) * scale[of]
         first, last = window
@@ -360,6 +368,7 @@ def test_interval_by_blocks_is_that_of_repeated_elements():
         for counts in block_counts(blocks, 199, np.random.default_rng(0)):
             drawn = np.repeat(logs, counts[block])[first - 1 : last]
             short += drawn.size < last - first + 1
+            left_out += drawn.size <= (last - first) / 2
             if drawn.size > (last - first) / 2:
                 ranks = np.arange(first, first + drawn.size)
                 exponents.append(-1 / np.polyfit(drawn, np.log(ranks - 0.5), 1)[0])
@@ -368,7 +377,8 @@ def test_interval_by_blocks_is_that_of_repeated_elements():
         factor = np.exp(stats.t(degrees).ppf(0.975) * np.log(exponents).std(ddof=1))
         low, high, reason = over_blocks(x[largest], largest, starts, window)
         assert (low, high, reason) == (pytest.approx(p / factor), pytest.approx(p * factor), "")
-    assert short > 10
+    assert short > left_out + 10
+    assert left_out > 50
 
 
 def test_blocks_may_be_layers():
