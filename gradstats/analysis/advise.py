@@ -15,7 +15,7 @@ import numpy as np
 from gradstats.analysis.agreement import agreement
 from gradstats.analysis.closest import evenly
 from gradstats.analysis.over import Gradients, shares, subset_of
-from gradstats.analysis.verdicts import Verdict, what_to_try
+from gradstats.analysis.verdicts import Verdict, setting_of, what_to_try
 from gradstats.analysis.verdicts.advised import FEWEST_ALIKE
 from gradstats.analysis.verdicts.verdict import signed_percent
 from gradstats.analysis.verdicts.worth import is_adaptive
@@ -31,6 +31,7 @@ __all__ = [
     "SENT",
     "TOLERANCE",
     "Advice",
+    "advice_for",
     "advise",
     "choose",
     "compared_kind",
@@ -113,6 +114,11 @@ class Advice(Shown):
     records: Records
     verdict: Verdict
 
+    @property
+    def setting(self) -> str:
+        """The recommended setting in words; empty where it is dense averaging."""
+        return "" if self.rule == "none" else setting_of(self.records[0])
+
     def _rows(self) -> Sequence[Record]:
         return self.records
 
@@ -174,8 +180,37 @@ def advise(
         )
     kind, properties = properties_of(opened, over)
     optimizer = optimizer_of(opened) if optimizer is None else optimizer
+    return advice_for(kind, properties, optimizer, limit, without=without, plans=plans)
+
+
+def advice_for(
+    kind: Kind,
+    properties: Mapping[str, float],
+    optimizer: str | None,
+    tolerance: float = TOLERANCE,
+    *,
+    without: Sequence[str] = (),
+    plans: Sequence[Record] = (),
+) -> Advice:
+    """Return what :func:`advise` recommends for a training whose gradients have these properties.
+
+    Parameters
+    ----------
+    kind : Kind
+        Kind that the properties are of.
+    properties : mapping of str to float
+        As :func:`properties_of` returns them.
+    optimizer : str or None
+        Name of the optimizer, if it is known.
+    tolerance : float, optional
+        Relative difference of the loss that is acceptable.
+    without : sequence of str, optional
+        Measured trainings that the advice is to be made without.
+    plans : sequence of mapping, optional
+        Records of a plan.
+    """
     measured = [t for t in evidence()["trainings"] if t["training"] not in without]
-    records = choose(kind, properties, optimizer, limit, measured, plans)
+    records = choose(kind, properties, optimizer, tolerance, measured, plans)
     best = records[0]
     fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
     verdict = what_to_try(records, optimizer, evidence()["held_out"], planned=bool(plans))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.analysis.advise import TOLERANCE, choose, compared_kind, evidence, optimizer_of
+from gradstats.analysis.advise import Advice, advice_for, compared_kind, optimizer_of
 from gradstats.analysis.rules import COUNTING, judged_rules
 from gradstats.analysis.verdicts import (
     Verdict,
@@ -24,7 +24,6 @@ from gradstats.analysis.verdicts import (
     tail_tests,
     tail_weight,
     uneven,
-    what_to_try,
     which_rule,
 )
 from gradstats.primitives.ratio import target_count
@@ -96,11 +95,13 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
     source = measured.source
     shares = {r["step"]: r["shares"] for r in _of(measured.energy, kind) if r["shares"]}
     rows = _of(measured.ledger, kind)
+    tried = _tried(measured)
     return should_compress(
         argument_of(source),
         shares,
         {ratio: _even(source.numel, ratio) for ratio in next(iter(shares.values()), ())},
-        tried=_tried(measured),
+        tried=tried.verdict,
+        setting=tried.setting,
         # nothing is lost at a ratio that the gradient with the fewest zeros fits in
         nonzero=1 - min(r["least_zeros"] for r in rows) / source.numel,
         # one step is enough: the sum over workers passes NaN on to all
@@ -109,7 +110,7 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
     )
 
 
-def _tried(measured: Measured) -> Verdict:
+def _tried(measured: Measured) -> Advice:
     """Return what :func:`gradstats.advise` says, from what was measured already."""
     kind = compared_kind(measured.kinds)
     numel, optimizer = measured.source.numel, optimizer_of(measured.source)
@@ -119,8 +120,7 @@ def _tried(measured: Measured) -> Verdict:
         for ratio, share in row["shares"].items():
             found.setdefault(f"energy_{ratio:g}", []).append(share)
     properties = {name: float(np.median(values)) for name, values in found.items() if values}
-    records = choose(kind, properties, optimizer, TOLERANCE, evidence()["trainings"])
-    return what_to_try(records, optimizer, evidence()["held_out"], planned=False)
+    return advice_for(kind, properties, optimizer)
 
 
 def _even(numel: int, ratio: float) -> float:

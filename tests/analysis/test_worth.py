@@ -14,7 +14,7 @@ UNKNOWN = Verdict("Not known", "Fewer than 3 trainings were measured. Next: try 
 
 
 def said(shares=SHARES, **given):
-    usual = {"tried": TRIED, "nonzero": 1.0, "sound": True, "advice": ()}
+    usual = {"tried": TRIED, "setting": "dense-bf16", "nonzero": 1.0, "sound": True, "advice": ()}
     return should_compress("run.zarr", shares, EVEN, **usual | given)
 
 
@@ -34,7 +34,7 @@ def test_it_is_said_in_three_sentences():
 
 @pytest.mark.parametrize("tried", [NOTHING, UNKNOWN], ids=["nothing", "unknown"])
 def test_where_nothing_kept_the_loss_local_steps_are_next(tried):
-    verdict = said(tried=tried)
+    verdict = said(tried=tried, setting="")
     assert verdict.headline == tried.headline
     assert verdict.numbers.count("Next:") == 1
     assert "--local-steps 20" in verdict.numbers.split("Next: ")[1]
@@ -60,7 +60,7 @@ def test_a_plan_goes_first():
     assert found.numbers.startswith(plan)
     head = "4 workers at 1 Gbit/s: topk at ratio 0.01; by trainings that were measured: "
     assert found.headline == f"{head}dense-bf16"
-    assert said(advice=[plan], tried=NOTHING).headline == f"{head}don't compress"
+    assert said(advice=[plan], tried=NOTHING, setting="").headline == f"{head}don't compress"
     agreed = "4 workers at 1 Gbit/s: dense-bf16. It takes 3 ms."
     assert said(advice=[agreed]).headline == "4 workers at 1 Gbit/s: dense-bf16"
     against = "4 workers at 1 Gbit/s: don't compress."

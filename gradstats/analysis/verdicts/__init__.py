@@ -5,7 +5,7 @@ Report, terminal, objects and notebooks print what is said here, so that they ca
 
 from __future__ import annotations
 
-from gradstats.analysis.verdicts.advised import what_to_try
+from gradstats.analysis.verdicts.advised import setting_of, what_to_try
 from gradstats.analysis.verdicts.batches import batch_sentence
 from gradstats.analysis.verdicts.decay import decay_shown
 from gradstats.analysis.verdicts.drift import movement, scale_moves
@@ -39,6 +39,7 @@ __all__ = [
     "movement",
     "named_law",
     "scale_moves",
+    "setting_of",
     "should_compress",
     "smallest_format",
     "sound_elements",

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
 
-__all__ = ["FEWEST_ALIKE", "what_to_try"]
+__all__ = ["FEWEST_ALIKE", "setting_of", "what_to_try"]
 
 FEWEST_ALIKE = 3
 """Measured trainings below which nothing is predicted."""
@@ -57,9 +57,9 @@ def what_to_try(
             said = "By the plan no setting that kept the loss is faster than dense averaging."
         else:
             most = max(known, key=lambda r: r["bytes"])
-            said = f"No setting kept the loss in measured trainings{like}: {_setting(most)} ended {most['reason']}."
+            said = f"No setting kept the loss in measured trainings{like}: {setting_of(most)} ended {most['reason']}."
     else:
-        headline = f"Try {_setting(best)}"
+        headline = f"Try {setting_of(best)}"
         count = best["trainings"]
         ends = " to ".join(f"{signed_percent(best[end])} %" for end in ("low", "high"))
         said = (
@@ -71,7 +71,7 @@ def what_to_try(
             said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
         less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
         if less:
-            said += f" {_setting(less[-1])} ended {less[-1]['reason']}."
+            said += f" {setting_of(less[-1])} ended {less[-1]['reason']}."
     kept = (
         f"Made without the training that it was judged on, such advice ended within {100 * held['tolerance']:g} % of "
         f"dense in {held['within']} of {held['of']}; these are short trainings of small models."
@@ -79,8 +79,14 @@ def what_to_try(
     return Verdict(headline, "\n".join((said, kept, _TRY)))
 
 
-def _setting(record: Mapping[str, Any]) -> str:
-    """Return a setting in words."""
+def setting_of(record: Mapping[str, Any]) -> str:
+    """Return a setting in words.
+
+    Parameters
+    ----------
+    record : mapping of str to object
+        Its rule, ratio and memory.
+    """
     if record["ratio"] == 1:
         return str(record["rule"])
     kept = _MEMORIES[record["memory"]]

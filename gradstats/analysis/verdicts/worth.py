@@ -32,6 +32,7 @@ def should_compress(
     even: Mapping[float, float],
     *,
     tried: Verdict,
+    setting: str,
     nonzero: float,
     sound: bool,
     advice: Sequence[str],
@@ -48,6 +49,8 @@ def should_compress(
         That of a normal vector of the same size.
     tried : Verdict
         What to try by measured trainings that are alike, as :func:`what_to_try` says it.
+    setting : str
+        That setting in words; empty where none is recommended.
     nonzero : float
         Share of the elements that are not zero.
     sound : bool
@@ -87,16 +90,14 @@ def should_compress(
         )
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
     costs = " ".join(tried.numbers.partition("Next:")[0].split())
-    setting = tried.headline.removeprefix("Try ")
-    found = setting != tried.headline
     if advice:
         headline = advice[0].partition(". ")[0].rstrip(".")
         # a plan knows the network, not what a training loses
-        if "don't compress" not in headline and setting not in headline:
-            headline += "; by trainings that were measured: "
-            headline += setting if found else tried.headline[0].lower() + tried.headline[1:]
+        said = setting or tried.headline[0].lower() + tried.headline[1:]
+        if "don't compress" not in headline and said not in headline:
+            headline += f"; by trainings that were measured: {said}"
         following = f"which rule sends k: gradstats quality {name}; then gradstats.Trial, dense beside compressed"
-    elif found:
+    elif setting:
         headline, following = f"If the network is slow: try {setting}", plan
     else:
         # local steps leave each worker’s optimizer its dense gradients
