@@ -241,11 +241,17 @@ def running(data: CoverageData, file: Path, mutant: str, tests: list[str]) -> li
     if not around:  # a decorator's line, say
         return tests
     statement = max(around, key=lambda node: node.lineno)
+    # what runs on import is only in the name of the test that happened to import it first
+    if not any(
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node is not statement
+        for node in around
+    ):
+        return tests
     body = getattr(statement, "body", None)
     end = body[0].lineno if isinstance(body, list) else (statement.end_lineno or 0) + 1
     known = data.contexts_by_lineno(str(file))
     found = {name for number in range(statement.lineno, end) for name in known.get(number, ())}
-    # what runs on import, or in another process, has no name
+    # what runs in another process has no name
     names = sorted({name.partition("|")[0] for name in found if name})
     own = [name for test in tests for name in names if name.startswith(test)]
     return list(dict.fromkeys(own)) or tests
