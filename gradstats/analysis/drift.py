@@ -346,7 +346,7 @@ def drift(
     --------
     ``gradstats.drift("run.zarr", ["threshold"], ratios=[0.001]).to_dataframe()``
     """
-    # what nobody asked for is not measured: distances of laws take as long as all these
+    # what nobody asked for is not measured
     names = check_several(quantities, "quantities") or _FOLLOWED
     for name in names:
         if name not in QUANTITIES:

@@ -80,7 +80,10 @@ def exponent_of(logs: NDArray[np.float64], first: int) -> float:
     first : int
         First rank of the window.
     """
-    return _exponent(logs, _log_ranks(first, logs.size))
+    sizes = logs - logs.mean()
+    covariance = -float(sizes @ _log_ranks(first, logs.size))
+    # slope of ln(rank-½) on ln(magnitude) is -1/p; a constant vector has p = 0
+    return float(sizes @ sizes) / covariance if covariance > 0 else 0.0
 
 
 def _log_ranks(first: int, count: int) -> NDArray[np.float64]:
@@ -90,17 +93,9 @@ def _log_ranks(first: int, count: int) -> NDArray[np.float64]:
     return log_ranks
 
 
-def _exponent(logs: NDArray[np.float64], log_ranks: NDArray[np.float64]) -> float:
-    # what mean() does: it takes longer to look at its arguments than to add a thousand numbers
-    sizes = logs - np.add.reduce(logs) / logs.size
-    covariance = -float(sizes @ log_ranks)
-    # slope of ln(rank-½) on ln(magnitude) is -1/p; a constant vector has p = 0
-    return float(sizes @ sizes) / covariance if covariance > 0 else 0.0
-
-
 @lru_cache(maxsize=2)
 def _draws(blocks: int) -> NDArray[np.int64]:
-    """Return how often each block is drawn: the same for all gradients, which have as many runs and layers."""
+    """Return how often each replicate draws each block; kept, as gradients of one run have as many blocks."""
     counts = block_counts(blocks, _REPLICATES, np.random.default_rng(_SEED))
     counts.flags.writeable = False
     return counts
@@ -151,12 +146,11 @@ def over_blocks(
         )
     logs = np.log(magnitudes)
     own = logs[first - 1 : last]
-    log_ranks = _log_ranks(first, own.size)
-    p = _exponent(own, log_ranks)
-    # from one of them, where squares lose few digits, and none if all are equal
+    p = exponent_of(own, first)
+    # less one of them: squares of small numbers lose few digits, and equal ones are exactly 0
     sizes = logs - own[own.size // 2]
     # repeated where they stand, sorted logarithms stay sorted
-    before = np.concatenate([np.zeros(first), log_ranks.cumsum()])
+    before = np.concatenate([np.zeros(first), _log_ranks(first, own.size).cumsum()])
     sums = np.empty((_REPLICATES, 4))
     sums_of_repeats(sizes, block, _draws(starts.size), before, first - 1, sums)
     # a replicate without the fullest blocks may end inside the window

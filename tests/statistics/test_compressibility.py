@@ -368,8 +368,9 @@ def test_interval_by_blocks_is_that_of_repeated_elements():
         for counts in block_counts(blocks, 199, np.random.default_rng(0)):
             drawn = np.repeat(logs, counts[block])[first - 1 : last]
             short += drawn.size < last - first + 1
-            left_out += drawn.size <= (last - first) / 2
-            if drawn.size > (last - first) / 2:
+            if drawn.size <= (last - first) / 2:
+                left_out += 1
+            else:
                 ranks = np.arange(first, first + drawn.size)
                 exponents.append(-1 / np.polyfit(drawn, np.log(ranks - 0.5), 1)[0])
         p = -1 / np.polyfit(logs[first - 1 : last], np.log(np.arange(first, last + 1) - 0.5), 1)[0]
