@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+import gradstats
 from capture.creation import Overwrite, create_on_all, restarted, vacant
 from capture.recorder import Recorder, Storage, at_exit, warn
 from capture.room import Room
@@ -526,7 +527,8 @@ def _check_options(kinds: Sequence[Kind] | None, store: str, dtype: str) -> None
 
 def _origin(storage: Storage, schedule: Schedule) -> dict[str, Any]:
     """Return what a trace says of where it comes from."""
-    names = ("gradstats", "torch", "numpy", "zarr")
+    versions = {"python": platform.python_version(), "gradstats": gradstats.__version__}
+    versions |= {name: version(name) for name in ("torch", "numpy", "zarr")}
     return {
         "capture": {
             "schedule": schedule.description,
@@ -534,7 +536,7 @@ def _origin(storage: Storage, schedule: Schedule) -> dict[str, Any]:
             "dtype": storage.dtype,
             **({"keep": storage.keep.description} if storage.keep else {}),
         },
-        "versions": {"python": platform.python_version(), **{n: version(n) for n in names}},
+        "versions": versions,
         "created": datetime.now(UTC).isoformat(" ", "seconds"),
         "host": platform.node(),
     }

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from gradstats import __version__
 from gradstats.cli.advise import advise
 from gradstats.cli.compare import agreement, compare
 from gradstats.cli.data import explore, import_, info, report
@@ -88,9 +89,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typ
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"gradstats {version('gradstats')}")
+        typer.echo(f"gradstats {__version__}")
         raise typer.Exit
 
 

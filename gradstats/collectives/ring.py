@@ -119,6 +119,7 @@ class Ring:
         self._next = members[(self.position + 1) % self.size]
         # index −1, for the first in the ring, is the last
         self._previous = members[self.position - 1]
+        self._backends = _backends(group)
         self.bytes_sent = 0
 
     def reduce_scatter(
@@ -181,9 +182,12 @@ class Ring:
     ) -> tuple[torch.Tensor, list[dist.Work]]:
         """Send a part with its checksum; return where another comes in, and what to wait for."""
         operations = []
-        outgoing, incoming = _framed(part), _octets(like).new_empty(0)
-        if like.numel():
-            incoming = incoming.new_empty(like.numel() * like.element_size() + CHECK)
+        # gloo sends from the host's memory alone: given a device's it ends the process
+        by_host = self._backends.get(part.device.type) == dist.Backend.GLOO
+        place = torch.device("cpu") if by_host else part.device
+        outgoing = _framed(part).to(place)
+        length = like.numel() * like.element_size() + CHECK if like.numel() else 0
+        incoming = torch.empty(length, dtype=torch.uint8, device=place)
         # all ranks know which parts are empty, and neither send nor expect them
         if outgoing.numel():
             operations.append(
@@ -205,7 +209,13 @@ class Ring:
         octets, sent = incoming[:-CHECK], incoming[-CHECK:].clone().view(torch.int32)[0]
         if not torch.equal(sent, checksum(words_of(octets))):
             raise damaged(self._previous, "what it carries does not have its checksum")
-        return octets.clone().view(like.dtype).view(like.shape)
+        return octets.clone().view(like.dtype).view(like.shape).to(like.device)
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backend that a group has for each type of device."""
+    pairs = (each.partition(":") for each in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
 
 
 def _octets(part: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,12 @@ class RandomStream:
 
 
 def bernoulli_bits(
-    length: int, numerator: int, denominator: int, generator: torch.Generator
+    length: int,
+    numerator: int,
+    denominator: int,
+    generator: torch.Generator,
+    *,
+    alike: bool = False,
 ) -> torch.Tensor:
     """Return packed random bits, each 1 with exactly the probability of a fraction, made 64 at a time.
 
@@ -204,6 +209,8 @@ def bernoulli_bits(
         Its denominator, above the numerator.
     generator : torch.Generator
         Generator of the words, on the device wanted.
+    alike : bool
+        Whether ranks whose tensors are read by different codes are to draw the same bits from the same state.
 
     Returns
     -------
@@ -211,7 +218,8 @@ def bernoulli_bits(
         Eight bits a byte.
     """
     # no compiled loop draws bits: on the CPU torch's operators do
-    code = device_code(torch.empty(0, device=generator.device)) or operators
+    chosen = None if alike else device_code(torch.empty(0, device=generator.device))
+    code = chosen or operators
     bits = code.bernoulli(-(-length // _WORD), numerator, denominator, generator)
     return bits.view(torch.uint8)[:length]
 

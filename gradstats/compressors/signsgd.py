@@ -105,7 +105,8 @@ class SignSGD(SignGathering):
         # votes of an odd number of ranks are never tied
         if len(messages) % 2 == 0:
             # On the CPU, as the ranks may have different devices, whose generators differ.
-            thrown = bernoulli_bits(ties.numel(), 1, 2, self._ties.generator(rank=0))
+            coin = self._ties.generator(rank=0)
+            thrown = bernoulli_bits(ties.numel(), 1, 2, coin, alike=True)
             majority |= ties & thrown.to(ties.device)
         scale = sum(s for _, s in messages) / len(messages) if self.scale == "mean" else self.scale
         return signed(majority, corrected.numel(), float(scale), corrected.dtype)

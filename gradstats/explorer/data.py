@@ -9,12 +9,12 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats import __version__
 from gradstats.analysis.agreement import each_step
 from gradstats.analysis.pieces import evaluate, plan_sketches
 from gradstats.analysis.quality import each_record
@@ -480,7 +480,7 @@ def payload(
     laws = list(DRAWN) if on_demand else list(dict.fromkeys(n for s in several for n in s.models))
     return json.dumps(
         {
-            "version": version("gradstats"),
+            "version": __version__,
             "ranks": RANKS,
             "ratios": ratios,
             "notes": notes,

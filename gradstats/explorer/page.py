@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import html
-from importlib.metadata import version
 from importlib.resources import files
 from string import Template
 
+from gradstats import __version__
 from gradstats.tables import visible
 
 __all__ = ["MODULE", "page"]
@@ -36,7 +36,7 @@ def page(title: str, payload: str) -> str:
     # string.Template: braces are all over the styles and scripts
     return Template(template).substitute(
         title=html.escape(visible(title)),
-        version=version("gradstats"),
+        version=__version__,
         # in base64, as a licence may have any character
         licences=base64.b64encode(licences).decode(),
         payload=payload.replace("<", "\\u003c"),  # no name of a layer ends the script

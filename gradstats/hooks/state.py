@@ -31,6 +31,7 @@ from gradstats.hooks.ratio import RatioSchedule
 from gradstats.hooks.step import Scaler, Setup, Step, backed_off, loss_scale
 from gradstats.hooks.undo import Undo
 from gradstats.hooks.usage import Usage
+from gradstats.primitives.backend import backend
 from gradstats.primitives.ratio import check_count, check_number
 from gradstats.trace.record import StepRecord
 
@@ -144,7 +145,8 @@ class CompressionState(Facts):
             raise InputError("excluding parameters by name needs named_parameters")
         made = as_compressor(compressor)
         # here, where it stalls nobody, and not in the first backward pass
-        made.warm_up()
+        with backend("compiled"):  # whatever reads the gradients: loops are compiled for the rest
+            made.warm_up()
         warm_up_writing()
         name = type(made).__name__
         if made.streams and named_parameters is None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradstats import __version__
 from gradstats.compressors import COMPRESSORS, compressor_class
 from gradstats.compressors.signs import SignGathering
 from gradstats.console import no_progress
@@ -208,7 +209,7 @@ def measure(
         **_machine(device),
         "ratio": ratio,
         "repeats": repeats,
-        "versions": {p: version(p) for p in ("gradstats", "numpy", "torch")},
+        "versions": {"gradstats": __version__} | {p: version(p) for p in ("numpy", "torch")},
     }
     algorithms = {operation: next(iter(known)) for operation, known in ALGORITHMS.items()}
     return Network(tuple(lines), algorithms, about)

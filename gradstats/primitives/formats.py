@@ -32,6 +32,11 @@ _MARGINS = {"float32": 1 + 2.0**-20, "e4m3": 1 + 2.0**-14}
 tensor, the cutting off of its last bits, too."""
 
 
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """Return x / by, the same bits on every device: CUDA divides by a tensor, and of a number takes the reciprocal."""
+    return x / x.new_full((), by)
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A type of numbers, and the scale that some of them share.
@@ -151,11 +156,13 @@ class Format:
             # biased by 127; 255, beyond the clamp, is NaN in E8M0
             return Scales((exponents.clamp(-127, 127) + 127).to(torch.uint8), none)
         # 16 significant bits: its products with numbers and scales are exact, and rounding again changes nothing
-        tensor = whole / (448 * self.largest)  # for the fullest block E4M3's largest scale, 448
+        tensor = _divided(
+            whole, 448 * self.largest
+        )  # for the fullest block E4M3's largest scale, 448
         tensor = (tensor.view(torch.int32) & ~0xFF).view(torch.float32)
         tensor = torch.where(whole >= _TINY, tensor, 0).view(1)
         # 0 where all numbers are too small to send: every unit is 0 then, and every number
-        ratio = torch.where(tensor > 0, each / self.largest / tensor, 0)
+        ratio = torch.where(tensor > 0, _divided(each, self.largest) / tensor, 0)
         # the scale of the fullest block may pass 448, as `tensor` was cut off
         return Scales(ratio.clamp(_LEAST_SCALE, 448).to(torch.float8_e4m3fn), tensor)
 
@@ -191,7 +198,7 @@ class Format:
             return numbers
         if self.scale == "float32":
             # in this order the type's largest number gives back the block's largest magnitude, to the bit
-            return (numbers / self.largest).mul_(scales.each[:, None])
+            return _divided(numbers, self.largest).mul_(scales.each[:, None])
         return numbers * scales.unit()
 
     def beyond(self, scaled: torch.Tensor) -> torch.Tensor:

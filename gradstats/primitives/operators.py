@@ -395,9 +395,10 @@ def tail_sums(weight: torch.Tensor, middle: NDArray[np.float64]) -> torch.Tensor
         Number, sum and sum of squares from each bin on, and the number in it; zeros last.
     """
     x = torch.from_numpy(middle).to(weight.device)
-    parts = torch.stack([torch.ones_like(x), x, x.square()], 1) * weight[:, None]
     sums = torch.zeros(x.numel() + 1, 4, dtype=x.dtype, device=x.device)
-    sums[:-1, :3] = parts.flip(0).cumsum(0).flip(0)
+    # one by one: CUDA adds up the columns of a table with one thread each
+    for column, each in enumerate((torch.ones_like(x), x, x.square())):
+        sums[:-1, column] = (each * weight).flip(0).cumsum(0).flip(0)
     sums[:-1, 3] = weight
     return sums
 

@@ -100,9 +100,12 @@ class Tails(NamedTuple):
         normal = count[int(self.left.searchsorted(np.finfo(np.float32).tiny))]
         even = count[0] - normal <= _SUBNORMAL * count[0]
         enough = count[:-1] >= least
+        where = sys.modules["torch"].where if is_tensor(count) else np.where
         # no cell may dominate any tail that it is in, and a tail may begin at each cell
-        for part, of in ((inside[:-1], count), (squares[:-1] - squares[1:], squares)):
-            even = even & ~(enough & (_largest_from(part) > _SHARE * of[:-1])).any()
+        for part, of in ((inside[:-1], count[:-1]), (squares[:-1] - squares[1:], squares[:-1])):
+            # the smallest that it is in begins with it, or is the last that is long enough
+            smallest = where(enough, of, where(enough, of, math.inf).min())
+            even = even & ~(part > _SHARE * smallest).any()
         # one number from the device for both: 0 where middles mislead, else where the last count is
         last = int((count > 0).sum() * even)
         return self.left.item(last - 1) if last else 0.0
@@ -184,13 +187,6 @@ def part_above(
     whole = round(count)
     share = whole / count if count > 0 else 0.0
     return whole, share * total, share * squares
-
-
-def _largest_from(values: Array) -> Array:
-    """Return the largest of some numbers from each one on."""
-    if is_tensor(values):
-        return values.flip(0).cummax(0).values.flip(0)
-    return np.maximum.accumulate(values[::-1])[::-1]
 
 
 def middles(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from gradstats import __version__
 from gradstats.console import progress_bar
 from gradstats.errors import InputError
 from gradstats.files import replace_file
@@ -177,8 +178,9 @@ def _provenance(measured: Sequence[Measured]) -> str:
     program = Path(sys.argv[0])
     # python -m gradstats has the file __main__.py as its program
     name = "gradstats" if program.stem == "__main__" else program.name
-    packages = ("gradstats", "numpy", "scipy", "torch", "statsmodels", "zarr")
-    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    packages = ("numpy", "scipy", "torch", "statsmodels", "zarr")
+    others = ", ".join(f"{package} {version(package)}" for package in packages)
+    versions = f"gradstats {__version__}, {others}"
     rows = []
     for m in measured:
         attributes = m.source.trace.attrs if isinstance(m.source, TraceSource) else {}

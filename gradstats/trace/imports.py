@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
+from gradstats import __version__
 from gradstats.console import no_progress
 from gradstats.errors import InputError
 from gradstats.files import refuse_address
@@ -50,7 +50,7 @@ def import_dumps(
     ranks = sorted({rank for rank, _, _ in keys})
     if not is_trace(out):
         # a later import knows its own trace by this entry
-        about = {"imported": kind, "versions": {"gradstats": version("gradstats")}}
+        about = {"imported": kind, "versions": {"gradstats": __version__}}
         create_trace(out, source.layers, world_size=ranks[-1] + 1, metadata=about)
     trace = open_trace(out)
     # a capture has steps of its own: an import must not add to them

@@ -1,7 +1,8 @@
-"""Triton's kernels, compiled for GPUs that nobody needs to have: nothing is run on one."""
+"""What is run on GPUs, where there is none: Triton's kernels are compiled, and the programs go through."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,8 @@ import subprocess
 import sys
 
 import gpu
+import gpu_tables
+import gpu_trainings
 import pytest
 import torch
 from conftest import ROOT
@@ -63,26 +66,44 @@ def test_the_page_has_the_numbers_of_the_results():
     assert list(map(int, found.groups())) == most
 
 
+def test_the_page_has_what_was_measured_on_a_gpu():
+    rows = json.loads(gpu_tables.FILE.read_text("utf-8"))
+    page = (ROOT / "docs" / "measurements.md").read_text("utf-8")
+    for mark, table in gpu_tables.tables(rows).items():
+        assert f"<!-- {mark} -->\n{table}\n<!-- /{mark} -->" in page
+    # the sentences beside the tables
+    compared = [r for r in rows if "wrong" in r]
+    assert [r["wrong"] for r in compared] == [[]] * len(compared)
+    trainings = sum(r["count"] for r in compared if r["part"] == "trainings")
+    selections = sum(r["count"] for r in compared if r["part"] == "selections")
+    assert f"{selections:,} selections and {trainings} trainings" in page
+    (device,) = {r["device"] for r in rows}
+    version = ".".join(rows[0]["torch"].split(".")[:2])
+    assert f"{device} with PyTorch {version} " in page
+
+
 @pytest.mark.slow
 def test_the_benchmark_goes_through_without_a_gpu_and_gives_no_number(tmp_path):
+    """All but the trainings, which take a minute."""
+    parts = [part for part in gpu.PARTS if part != "trainings"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run"],
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--part", *parts],
         capture_output=True,
         text=True,
         check=True,
         cwd=tmp_path,
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
     )
-    selections, measurements = done.stdout.splitlines()
-    assert selections.endswith("selections as on the CPU")
-    assert measurements.endswith("measurements would have been taken")
+    *lines, last = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [*parts]
+    assert last.endswith("measurements would have been taken")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
-def parts(monkeypatch):
-    """The program on a machine that seems to have a GPU: one that measures nothing, and fails at the exchange."""
-    one = {"part": "latency", "what": "exact", "backend": "torch", "numel": 100, "seconds": 1.0}
+def measured(monkeypatch, tmp_path):
+    """The program on a machine that seems to have a GPU, where one part fails; its file afterwards."""
+    one = {"part": "latency", "what": "exact", "backend": "torch", "numel": 100, "seconds": 1.23456}
     one |= {"ratio": 0.01, "reads": 2.0, "speedup": 1.0}
 
     def fails(*_):
@@ -90,42 +111,98 @@ def parts(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
-    for name, stub in {
-        "correctness": lambda *_: 0,
-        "latency": lambda *_: [one],
-        "capture_cost": lambda *_: [],
-        "exchange": fails,
-    }.items():
-        monkeypatch.setattr(gpu, name, stub)
-    return one
+    monkeypatch.setattr(gpu, "WRONG", [])
+    monkeypatch.setattr(gpu, "exchange", fails)
+    monkeypatch.setattr(
+        gpu, "latency", lambda _, numel, *__: [one | {"numel": numel, "seconds": 1.23456}]
+    )
+    monkeypatch.setattr(gpu, "messages", lambda *_: [{"part": "messages", "count": 1}])
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path / "new"), *arguments])
+        with contextlib.suppress(SystemExit):
+            gpu.main()
+        return json.loads((tmp_path / "new" / "gpu.json").read_text())
+
+    return run
 
 
-def test_a_part_that_fails_loses_no_other(parts, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path / "new" / "results")])
-    with pytest.raises(RuntimeError, match="two ranks"):
-        gpu.main()
-    written = json.loads((tmp_path / "new" / "results" / "gpu.json").read_text())
-    assert written["records"] == [parts]
+def test_a_part_that_fails_loses_no_other(measured):
+    rows = measured("--part", "messages", "exchange", "latency", "--numel", "10", "20")
+    assert [(r["part"], r.get("numel")) for r in rows] == [
+        ("messages", None),
+        ("latency", 10),
+        ("latency", 20),
+    ]
+    assert rows[0]["wrong"] == []
+    assert rows[1]["seconds"] == 1.235
+    assert gpu.WRONG == ["exchange: RuntimeError: two ranks on one GPU"]
 
 
-def test_the_figure_is_of_the_ratios_measured(parts, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(gpu, "exchange", lambda *_: [])
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path), "--ratio", "0.01"])
-    gpu.main()
-    assert (tmp_path / "gpu.png").stat().st_size
+def test_a_part_replaces_what_the_file_has_of_it(measured):
+    measured("--part", "messages", "latency", "--numel", "10", "20")
+    rows = measured("--part", "latency", "--numel", "20")
+    assert [(r["part"], r.get("numel")) for r in rows] == [
+        ("messages", None),
+        ("latency", 10),
+        ("latency", 20),
+    ]
+
+
+def test_nothing_is_timed_where_answers_differ(measured, monkeypatch):
+    def differs(*_):
+        gpu.check(False, "other positions")
+        return [{"part": "messages", "count": 1}]
+
+    monkeypatch.setattr(gpu, "messages", differs)
+    rows = measured("--part", "messages", "latency", "--numel", "10")
+    assert [(r["part"], r.get("wrong")) for r in rows] == [("messages", ["other positions"])]
+    rows = measured("--part", "messages", "latency", "--numel", "10", "--anyway")
+    assert [r["part"] for r in rows] == ["messages", "latency"]
 
 
 def test_one_read_is_of_the_bandwidth_of_the_largest_copy(monkeypatch):
     """Launches of 1 s and 1 ms an element: a small copy says nothing of memory."""
 
-    def timed(run, _):
-        copied = getattr(getattr(run, "__self__", None), "numel", lambda: 0)()
-        return 1 + 1e-3 * copied
+    def alternating(runs, *_, **__):
+        def copied(run):
+            return getattr(getattr(run, "__self__", None), "numel", lambda: 0)()
 
-    monkeypatch.setattr(gpu, "timed", timed)
-    records = gpu.latency(torch.device("cpu"), [10, 10_000], [0.1], ["torch"])
+        return {name: 1 + 1e-3 * copied(run) for name, run in runs.items()}
+
+    monkeypatch.setattr(gpu, "alternating", alternating)
+    records = [
+        r
+        for numel in (10, 10_000)
+        for r in gpu.latency(torch.device("cpu"), numel, 10_000, [0.1], ["torch"])
+    ]
     assert {r["backend"] for r in records} == {"torch operator", "torch"}
     for r in records:
         assert r["bandwidth"] == pytest.approx(2 * 4 * 10_000 / 11)
         assert math.isclose(r["reads"] * r["numel"] / 10_000 * 11 / 2, r["seconds"])
+
+
+def test_trainings_that_differ_are_told():
+    """Of two ranks: one with other weights, one far from the CPU's, gradients that are lost, and one that died."""
+    ones, told = torch.ones(4, dtype=torch.float64), []
+    good = {"weights": ones, "in": ones, "out": ones, "left": 0 * ones, "sent": 8}
+    far, lost = good | {"weights": 1.1 * ones}, good | {"out": 0.5 * ones}
+    cases = {
+        "topk": (good, good),
+        "dgc": (good, far),
+        "hard": (far, far),
+        "micro": (lost, lost),
+        "lags": (good | {"sent": 4}, good),
+        "randomk": (far, far),  # draws others on a device
+        "cltk": (good, None),
+    }
+    here = [{(name, "float64"): good for name in cases} for _ in range(2)]
+    there = [{(n, "float64"): c[rank] for n, c in cases.items() if c[rank]} for rank in range(2)]
+    gpu_trainings._compare(lambda ok, what: ok or told.append(what), "here", there, here)
+    assert [(what.split(",")[0].split()[-1], what.rpartition(": ")[2]) for what in told] == [
+        ("dgc", "ranks differ"),
+        ("hard", "weights off by 0.1, 4 elements"),
+        ("micro", "0.5 are lost, on the CPU 0"),
+        ("lags", "other bytes are sent"),
+        ("cltk", "['not reached']"),
+    ]

@@ -157,6 +157,13 @@ def test_bits_follow_from_the_generator(device_bits):
     assert agree < SIGMAS
 
 
+def test_what_ranks_throw_together_is_the_same_for_every_code(device_bits):
+    thrown = bernoulli_bits(1000, 1, 2, torch.Generator().manual_seed(4), alike=True)
+    with backend("compiled"):
+        plain = bernoulli_bits(1000, 1, 2, torch.Generator().manual_seed(4))
+    assert torch.equal(thrown, plain)
+
+
 def chance_of_equal_bytes(p):
     return (p * p + (1 - p) ** 2) ** 8
 

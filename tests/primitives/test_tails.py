@@ -141,3 +141,28 @@ def test_counts_of_all_are_those_of_each_block_alone(first):
         bins = np.bincount(magnitude >> 17, minlength=first)[first:]
         counts = loops.counts_of_all(x.view(np.uint32), first, 17)
         np.testing.assert_array_equal(counts, np.trim_zeros(bins, "b"))
+
+
+@pytest.mark.parametrize("code", ["compiled", "torch"])
+@pytest.mark.parametrize("least", [1, 20, 300, 10_000])
+def test_no_cell_dominates_a_tail_below_the_limit(code, least):
+    """By looking at every tail and every cell of it."""
+    draw, kept = np.random.default_rng(least), []
+    for trial in range(12):
+        x = draw.standard_t(2, 400).astype(np.float32)
+        if trial % 3:
+            x = np.clip(x, -3, 3) if trial % 3 == 1 else np.where(x > 8, 100 * x, x)
+        with backend(code):
+            cells = tails(torch.from_numpy(x))
+        count, _, squares, inside = np.asarray(cells.sums, np.float64).T
+        own = squares[:-1] - squares[1:]
+        even = all(
+            inside[i:-1].max() <= count[i] / 8 and own[i:].max() <= squares[i] / 8
+            for i in range(len(count) - 1)
+            if count[i] >= least
+        )
+        kept.append(even)
+        last = np.flatnonzero(count > 0)[-1]
+        assert cells.limit(least) == (cells.left[last] if even else 0.0)
+    assert all(kept) == (least > 400)
+    assert any(kept) == (least > 1)

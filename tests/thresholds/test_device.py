@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from gradstats import InputError, backend
 from gradstats.collectives import Codec
 from gradstats.compressors import LAGS, make_compressor, make_selector
+from gradstats.hooks import CompressionState
 from gradstats.primitives import (
     exceedances,
     histogram,
@@ -232,6 +233,21 @@ def test_codes_go_on_where_the_chosen_code_does_not_run(monkeypatch):
         for name in ("rice", "chunk"):
             words = Codec(name).pack_indices(indices, 100)
             assert torch.equal(Codec(name).unpack_indices(words, 3, 100)[0], indices)
+
+
+@pytest.mark.parametrize("name", ["topk", "sidco-e", "lags", "signsgd", "marsit"])
+def test_a_state_is_made_where_gradients_will_be_read_on_a_gpu(monkeypatch, name):
+    """Loops are compiled with CPU tensors, which Triton without its interpreter does not read."""
+    kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason="needs Triton")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    model = torch.nn.Linear(3, 2)
+    with backend("triton"):
+        state = CompressionState(
+            make_compressor(name, 0.1), named_parameters=model.named_parameters()
+        )
+        assert state.step == 0
+        with pytest.raises(InputError, match="reads CUDA tensors"):
+            select(torch.ones(3), 0.5)
 
 
 @pytest.mark.parametrize("name", ["topk", "redsync", "dgc"])

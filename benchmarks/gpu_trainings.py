@@ -1,0 +1,362 @@
+"""Trainings with every compressor on a device, held against the same trainings on the CPU.
+
+Called by ``gpu.py``. In float64 the sums of both differ by some 1e-16 of a gradient, far less than elements differ from
+a threshold: the same elements are sent, and the weights are the same to 1e-9. Compressors that draw random numbers draw
+others on a device. Their ranks must agree as well, and what they send and keep must add up to the gradients.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.multiprocessing.spawn import ProcessException
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from gradstats.compressors import COMPRESSORS, TopK, make_compressor
+from gradstats.hooks import (
+    AdamCorrection,
+    CompressionState,
+    ErrorFeedback,
+    LocalSteps,
+    MomentumCorrection,
+    compression_hook,
+    shard_hook,
+)
+from gradstats.primitives import backend
+from gradstats.primitives.backend import Backend
+
+STEPS = 12
+RATIO = 0.05
+RANDOM = ("randomk", "ssdm", "cascading", "marsit", "signsgd", "ef-signsgd")
+"""They draw: positions, signs, or the signs of zeros."""
+LARGE = ("ssdm", "cascading", "marsit")
+"""Their updates are as long as the whole gradient in every element."""
+MEMORIES = {"momentum": lambda: MomentumCorrection(0.9), "adam": AdamCorrection}
+LOCAL = {"local steps": {}, "local steps, delayed": {"delay": 1}}
+OTHERS = ("sharded", "captured", "loss scale", "bad elements")
+Report = dict[str, Any]
+
+
+def net(device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return the same small model on every rank and device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 30), nn.ReLU(), nn.Linear(30, 3)
+    )
+    return model.to(device, dtype)
+
+
+def batches(
+    rank: int, device: torch.device, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a rank's batches, the same on every device."""
+    drawn = torch.Generator().manual_seed(rank)
+    xs = [torch.randn(16, 40, generator=drawn, dtype=torch.float64) for _ in range(STEPS)]
+    return [(x.to(device, dtype), (x.sum(1) > 0).long().to(device)) for x in xs]
+
+
+def _weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).cpu().double() for p in model.parameters()])
+
+
+def _compressed(
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str,
+    memory: Callable[[], Any] | None = None,
+) -> Report:
+    """Train under DDP, and add up what came in, what came out and what is left."""
+    model = net(device, dtype)
+    ddp = DDP(model, bucket_cap_mb=0.05)
+    report: Report = {}
+    totals = {k: torch.zeros_like(_weights(model)) for k in ("in", "out")}
+    state = None
+    if (compressor := make_compressor(name, RATIO)) is not None:
+        state = CompressionState(
+            compressor,
+            named_parameters=model.named_parameters(),
+            memory=memory() if memory else None,
+            diagnose_every=5,
+            verify_every=3,
+        )
+        kept: dict[int, torch.Tensor] = {}
+
+        def hook(
+            s: CompressionState, bucket: dist.GradBucket
+        ) -> torch.futures.Future[torch.Tensor]:
+            for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                kept[id(p)] = g.detach().clone()
+            return compression_hook(s, bucket)
+
+        hook.__annotations__ = (
+            compression_hook.__annotations__
+        )  # DDP compares the types, not their names
+        ddp.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-5 if name in LARGE else 0.05)
+    for x, y in batches(rank, device, dtype):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        if state is not None:
+            totals["in"] += torch.cat(
+                [kept[id(p)].reshape(-1).cpu().double() for p in model.parameters()]
+            )
+            totals["out"] += torch.cat(
+                [p.grad.reshape(-1).cpu().double() for p in model.parameters()]
+            )  # type: ignore[union-attr]
+        optimizer.step()
+    if state is not None:
+        left = [state.residual(p) for p in model.parameters()]
+        zero = [
+            torch.zeros_like(p) if r is None else r
+            for r, p in zip(left, model.parameters(), strict=True)
+        ]
+        totals["left"] = torch.cat([r.detach().reshape(-1).cpu().double() for r in zero])
+        report |= totals | {"sent": state.last.bytes_sent if state.last else None}
+    return report | {"weights": _weights(model)}
+
+
+def _local(rank: int, device: torch.device, dtype: torch.dtype, **options: Any) -> Report:
+    """Train with local steps and compressed pseudo-gradients."""
+    model = net(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    memory = ErrorFeedback(decay=0.95)
+    with LocalSteps(
+        model, optimizer, outer, steps=3, compressor=TopK(0.1), memory=memory, **options
+    ):
+        for x, y in batches(rank, device, dtype):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return {"weights": _weights(model)}
+
+
+def _sharded(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
+    """Train replicas of a sharded model, each on one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = net(device, dtype)
+    mesh = init_device_mesh(
+        device.type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+    )
+    for i in (0, 2, 4):
+        fully_shard(model[i], mesh=mesh["shard"])  # type: ignore[index]
+    fully_shard(model, mesh=mesh["shard"])
+    shard_hook(model, mesh["replicate"], lambda: make_compressor("topk", RATIO), ErrorFeedback)  # type: ignore[arg-type,return-value]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches(rank, device, dtype):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    return {"weights": torch.cat([p.detach().reshape(-1).cpu().double() for p in whole])}
+
+
+def _captured(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
+    """Capture gradients before and after error feedback, and read them again."""
+    if not find_spec("zarr"):
+        return {"left out": "zarr is not installed"}
+    from capture import Capture
+    from gradstats import open_trace
+
+    model = net(device, dtype)
+    ddp = DDP(model, bucket_cap_mb=0.05)
+    state = CompressionState(TopK(RATIO), named_parameters=model.named_parameters())
+    place = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(place, device=device)
+    path = Path(str(place[0])) / "run.zarr"
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with Capture(path, ddp, kinds=["gradient", "corrected"]) as capture:
+        ddp.register_comm_hook(*capture.wrap(state, compression_hook))
+        for x, y in batches(rank, device, dtype):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(x), y)
+            loss.backward()
+            capture.step(loss=loss)
+            optimizer.step()
+    dist.barrier()
+    trace = open_trace(path)
+    kinds = ("gradient", "corrected")
+    read = {k: torch.from_numpy(trace.read(7, kind=k, rank=rank)).double() for k in kinds}  # type: ignore[arg-type]
+    return {"weights": _weights(model), **read}
+
+
+def _scaled(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
+    """Train with a loss scaler that meets an overflow."""
+    model = net(device, dtype)
+    ddp = DDP(model)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=4)
+    state = CompressionState(TopK(RATIO), named_parameters=model.named_parameters(), scaler=scaler)
+    ddp.register_comm_hook(state, compression_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for i, (x, y) in enumerate(batches(rank, device, dtype)):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(x), y)
+        scaler.scale(loss * (float("inf") if i == 5 and rank == 0 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return {"weights": _weights(model), "scale": torch.tensor([scaler.get_scale()])}
+
+
+def _bad(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
+    """Meet a NaN on one rank, be told so on all, and go on."""
+    model = net(device, dtype)
+    ddp = DDP(model, bucket_cap_mb=0.05)
+    state = CompressionState(TopK(RATIO), named_parameters=model.named_parameters())
+    ddp.register_comm_hook(state, compression_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    told = 0
+    for i, (x, y) in enumerate(batches(rank, device, dtype)):
+        optimizer.zero_grad()
+        if i == 4 and rank == 0:
+            x[0, 0] = float("nan")
+        try:
+            nn.functional.cross_entropy(ddp(x), y).backward()
+        except Exception as error:
+            told += "NaN or infinite gradient elements" in str(error)
+            continue
+        optimizer.step()
+    return {"weights": _weights(model), "told": torch.tensor([told])}
+
+
+def trainings() -> dict[str, Callable[..., Report]]:
+    """Return the trainings by name."""
+    found: dict[str, Callable[..., Report]] = {n: partial(_compressed, name=n) for n in COMPRESSORS}
+    found |= {
+        f"topk, memory {m}": partial(_compressed, name="topk", memory=make)
+        for m, make in MEMORIES.items()
+    }
+    found |= {name: partial(_local, **options) for name, options in LOCAL.items()}
+    return found | dict(zip(OTHERS, (_sharded, _captured, _scaled, _bad), strict=True))
+
+
+def _run(
+    rank: int,
+    world: int,
+    group: str,
+    kind: str,
+    code: Backend | None,
+    dtypes: list[str],
+    folder: str,
+) -> None:
+    """Run every training in one rank, and store its reports."""
+    torch.set_num_threads(2)
+    device = (
+        torch.device(kind, rank if group == "nccl" else 0) if kind == "cuda" else torch.device(kind)
+    )
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        group,
+        f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    reports: dict[tuple[str, str], Report] = {}
+    for dtype in dtypes:
+        for name, train in trainings().items():
+            if name == "loss scale" and dtype == "bfloat16":
+                continue  # CUDA has no scaler of it
+            try:
+                with backend(code) if code else nullcontext():
+                    reports[name, dtype] = train(rank, device, getattr(torch, dtype))
+            except Exception as error:
+                reports[name, dtype] = {"error": f"{type(error).__name__}: {error}"}
+            # at once: a backend may end the process
+            torch.save(reports, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _all(
+    world: int, group: str, kind: str, code: Backend | None, dtypes: list[str]
+) -> list[dict[tuple[str, str], Report]]:
+    with tempfile.TemporaryDirectory() as folder:
+        with suppress(ProcessException):  # its reports then lack what it did not reach
+            mp.spawn(_run, (world, group, kind, code, dtypes, folder), nprocs=world)
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def compare(
+    check: Callable[[object, str], None],
+    kind: str,
+    groups: list[tuple[int, str, Backend | None, list[str]]],
+) -> list[Report]:
+    """Run every training on a device and on the CPU, compare them, and return how many there were of each group.
+
+    Parameters
+    ----------
+    check : callable
+        Told of every condition and what it means if it does not hold.
+    kind : str
+        Type of the device.
+    groups : list of (int, str, {"torch", "triton"} or None, list of str)
+        Ranks, backend of the process group on the device (on the CPU it is gloo), what reads tensors there, and the
+        types of the parameters.
+    """
+    # all at once: nothing is timed, and most of it is the start of processes
+    with ThreadPoolExecutor(2 * len(groups)) as pool:
+        running = [
+            (
+                pool.submit(_all, world, group, kind, code, dtypes),
+                pool.submit(_all, world, "gloo", "cpu", None, dtypes),
+            )
+            for world, group, code, dtypes in groups
+        ]
+    for (world, group, code, _), (there, here) in zip(groups, running, strict=True):
+        where = f"{world} ranks over {group}, {code or 'default'}"
+        _compare(check, where, there.result(), here.result())
+    return [
+        {"part": "trainings", "ranks": world, "group": group, "backend": code, "dtypes": dtypes}
+        | {"count": len(here.result()[0])}
+        for (world, group, code, dtypes), (_, here) in zip(groups, running, strict=True)
+    ]
+
+
+def _compare(
+    check: Callable[[object, str], None],
+    where: str,
+    there: list[dict[tuple[str, str], Report]],
+    here: list[dict[tuple[str, str], Report]],
+) -> None:
+    for (name, dtype), expected in here[0].items():
+        what = f"training with {name}, {dtype}, {where}"
+        found = [reports.get((name, dtype), {"error": "not reached"}) for reports in there]
+        errors = [r["error"] for r in [expected, *found] if "error" in r]
+        check(not errors, f"{what}: {errors[:1]}")
+        if errors or "left out" in expected:
+            continue
+        same = all(torch.equal(r["weights"], found[0]["weights"]) for r in found)
+        check(same, f"{what}: ranks differ")
+        if "in" in expected and name not in ("signsgd", *LARGE):
+            lost, usual = _lost(found), _lost([r[name, dtype] for r in here])
+            check(lost <= 2 * usual + 1e-6, f"{what}: {lost:.2g} are lost, on the CPU {usual:.2g}")
+        if dtype == "float64" and name not in RANDOM:
+            for part in set(expected) - {"in", "out", "left", "sent"}:
+                far = (found[0][part] - expected[part]).abs()
+                near = torch.allclose(found[0][part], expected[part], rtol=1e-9, atol=1e-12)
+                much = f"{part} off by {float(far.max()):.2g}, {int((far > 1e-9).sum())} elements"
+                check(near, f"{what}: {much}")
+            if "sent" in expected:
+                check(found[0]["sent"] == expected["sent"], f"{what}: other bytes are sent")
+
+
+def _lost(reports: list[Report]) -> float:
+    """Return how much of the gradients was neither applied nor kept, relative to them."""
+    arrived = sum(r["in"] for r in reports)
+    applied = len(reports) * reports[0]["out"] + sum(r["left"] for r in reports)
+    return float((arrived - applied).norm() / arrived.norm())
