@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-import gradstats
 from capture.creation import Overwrite, create_on_all, restarted, vacant
 from capture.recorder import Recorder, Storage, at_exit, warn
 from capture.room import Room
@@ -41,6 +40,7 @@ from gradstats.hooks.units import is_sharded
 from gradstats.primitives.ratio import check_count, shown
 from gradstats.tables import format_bytes
 from gradstats.trace import DTYPES, KINDS, STORES, Dtype, Kind, Store, create_trace
+from gradstats.version import __version__
 
 __all__ = ["Capture", "capture_hook"]
 
@@ -527,7 +527,7 @@ def _check_options(kinds: Sequence[Kind] | None, store: str, dtype: str) -> None
 
 def _origin(storage: Storage, schedule: Schedule) -> dict[str, Any]:
     """Return what a trace says of where it comes from."""
-    versions = {"python": platform.python_version(), "gradstats": gradstats.__version__}
+    versions = {"python": platform.python_version(), "gradstats": __version__}
     versions |= {name: version(name) for name in ("torch", "numpy", "zarr")}
     return {
         "capture": {

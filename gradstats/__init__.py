@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 # of the standard library alone: this import loads neither torch nor NumPy
 from gradstats.tables import Shown
+from gradstats.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from gradstats import compressors, plots, report, thresholds
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from gradstats.thresholds import threshold, warm_up
     from gradstats.trace import Trace, open_trace
     from gradstats.trace.export import save_safetensors
-
-__version__ = "0.1.0"
 
 
 def _figure(name: str) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ import gradstats
 
 # From the ground up: an entry of a package may import the entries before it, and nothing after it.
 ROOMS = [
+    "gradstats.version",
     "gradstats.errors",
     "gradstats.registry",
     "gradstats.tables",

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from gradstats import __version__
 from gradstats.cli.advise import advise
 from gradstats.cli.compare import agreement, compare
 from gradstats.cli.data import explore, import_, info, report
@@ -32,6 +31,7 @@ from gradstats.cli.systems import compression
 from gradstats.cli.thresholds import bench, quality
 from gradstats.errors import GradstatsError, InputError
 from gradstats.registry import entries, load, load_file
+from gradstats.version import __version__
 
 __all__ = ["app", "main"]
 

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats import __version__
 from gradstats.analysis.agreement import each_step
 from gradstats.analysis.pieces import evaluate, plan_sketches
 from gradstats.analysis.quality import each_record
@@ -32,6 +31,7 @@ from gradstats.statistics.solution import FitError
 from gradstats.thresholds import ESTIMATORS, make_estimator
 from gradstats.trace import Kind
 from gradstats.trace.sources import SKETCHED, Source, Subset, TraceSource
+from gradstats.version import __version__
 
 __all__ = [
     "ALARMS",

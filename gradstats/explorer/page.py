@@ -7,8 +7,8 @@ import html
 from importlib.resources import files
 from string import Template
 
-from gradstats import __version__
 from gradstats.tables import visible
+from gradstats.version import __version__
 
 __all__ = ["MODULE", "page"]
 

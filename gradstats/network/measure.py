@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradstats import __version__
 from gradstats.compressors import COMPRESSORS, compressor_class
 from gradstats.compressors.signs import SignGathering
 from gradstats.console import no_progress
@@ -34,6 +33,7 @@ from gradstats.network.operations import (
 )
 from gradstats.primitives.ratio import check_ratio
 from gradstats.thresholds import warm_up
+from gradstats.version import __version__
 
 __all__ = ["compare", "measure", "time_local"]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from gradstats import __version__
 from gradstats.console import progress_bar
 from gradstats.errors import InputError
 from gradstats.files import replace_file
@@ -28,6 +27,7 @@ from gradstats.report.sections import run, section
 from gradstats.tables import Records
 from gradstats.trace import Kind
 from gradstats.trace.sources import TraceSource, open_source
+from gradstats.version import __version__
 
 __all__ = ["write_report"]
 

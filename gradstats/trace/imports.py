@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from gradstats import __version__
 from gradstats.console import no_progress
 from gradstats.errors import InputError
 from gradstats.files import refuse_address
 from gradstats.primitives.arrays import as_numpy
 from gradstats.trace import TraceWriter, create_trace, is_trace, open_trace
 from gradstats.trace.dumps import Dumps
+from gradstats.version import __version__
 
 __all__ = ["import_dumps"]
 
