@@ -478,7 +478,8 @@ def main() -> None:
         attempt(part, lambda: found.extend(run()))  # noqa: B023 — called at once
         if part in PARTS[:3]:
             differences = len(WRONG)
-            found = [r | {"wrong": WRONG[before:]} for r in found]
+            # of a comparison that broke off, too: the file must not keep an earlier one's
+            found = [r | {"wrong": WRONG[before:]} for r in found or [{"part": part, "count": 0}]]
         store(part, found)
         records += found
         print(f"{part}: {len(found)} records, {time.perf_counter() - started:.0f} s", flush=True)

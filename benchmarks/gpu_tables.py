@@ -45,7 +45,7 @@ def _compared(rows: list[Row]) -> str:
         group = f", {r['ranks']} over {r['group']}, {r['backend']}" if "ranks" in r else ""
         dtypes = f", {' and '.join(r['dtypes'])}" if "dtypes" in r else ""
         lines.append([f"{r['part']}{group}{dtypes}", str(r["count"]), str(len(r["wrong"]))])
-    return grid("compared with the CPU | number: | different:", lines)
+    return grid("compared with the CPU | number: | failed:", lines)
 
 
 def _latency(rows: list[Row]) -> str:

@@ -1,8 +1,10 @@
 """Trainings with every compressor on a device, held against the same trainings on the CPU.
 
 Called by ``gpu.py``. In float64 the sums of both differ by some 1e-16 of a gradient, far less than elements differ from
-a threshold: the same elements are sent, and the weights are the same to 1e-9. Compressors that draw random numbers draw
-others on a device. Their ranks must agree as well, and what they send and keep must add up to the gradients.
+a threshold: the same elements are sent, and the weights are the same to 1e-9. In float32 elements near a threshold go
+another way, and weights may be 2 % of their way off. In bfloat16, and of compressors that draw random numbers, which
+are others on a device, weights are not compared: ranks must agree, and, but for updates of signs alone, what is sent
+and kept must add up to the gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +47,6 @@ LARGE = ("ssdm", "cascading", "marsit")
 """Their updates are as long as the whole gradient in every element."""
 MEMORIES = {"momentum": lambda: MomentumCorrection(0.9), "adam": AdamCorrection}
 LOCAL = {"local steps": {}, "local steps, delayed": {"delay": 1}}
-OTHERS = ("sharded", "captured", "loss scale", "bad elements")
 Report = dict[str, Any]
 
 
@@ -168,8 +169,6 @@ def _sharded(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
 
 def _captured(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
     """Capture gradients before and after error feedback, and read them again."""
-    if not find_spec("zarr"):
-        return {"left out": "zarr is not installed"}
     from capture import Capture
     from gradstats import open_trace
 
@@ -241,7 +240,8 @@ def trainings() -> dict[str, Callable[..., Report]]:
         for m, make in MEMORIES.items()
     }
     found |= {name: partial(_local, **options) for name, options in LOCAL.items()}
-    return found | dict(zip(OTHERS, (_sharded, _captured, _scaled, _bad), strict=True))
+    found |= {"sharded": _sharded, "loss scale": _scaled, "bad elements": _bad}
+    return found | ({"captured": _captured} if find_spec("zarr") else {})
 
 
 def _run(
@@ -268,13 +268,12 @@ def _run(
         timeout=timedelta(seconds=60),
     )
     reports: dict[tuple[str, str], Report] = {}
+    every = trainings()
     for dtype in dtypes:
-        for name, train in trainings().items():
-            if name == "loss scale" and dtype == "bfloat16":
-                continue  # CUDA has no scaler of it
+        for name, _ in planned([dtype]):
             try:
                 with backend(code) if code else nullcontext():
-                    reports[name, dtype] = train(rank, device, getattr(torch, dtype))
+                    reports[name, dtype] = every[name](rank, device, getattr(torch, dtype))
             except Exception as error:
                 reports[name, dtype] = {"error": f"{type(error).__name__}: {error}"}
             # at once: a backend may end the process
@@ -288,7 +287,8 @@ def _all(
     with tempfile.TemporaryDirectory() as folder:
         with suppress(ProcessException):  # its reports then lack what it did not reach
             mp.spawn(_run, (world, group, kind, code, dtypes, folder), nprocs=world)
-        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+        files = [Path(folder, f"{rank}.pt") for rank in range(world)]
+        return [torch.load(f, weights_only=False) if f.exists() else {} for f in files]
 
 
 def compare(
@@ -317,42 +317,63 @@ def compare(
             )
             for world, group, code, dtypes in groups
         ]
-    for (world, group, code, _), (there, here) in zip(groups, running, strict=True):
+    records = []
+    for (world, group, code, dtypes), (there, here) in zip(groups, running, strict=True):
         where = f"{world} ranks over {group}, {code or 'default'}"
-        _compare(check, where, there.result(), here.result())
-    return [
-        {"part": "trainings", "ranks": world, "group": group, "backend": code, "dtypes": dtypes}
-        | {"count": len(here.result()[0])}
-        for (world, group, code, dtypes), (_, here) in zip(groups, running, strict=True)
-    ]
+        cases = planned(dtypes)
+        weights = _compare(check, where, cases, there.result(), here.result())
+        records.append(
+            {"part": "trainings", "ranks": world, "group": group, "backend": code, "dtypes": dtypes}
+            | {"count": len(cases), "weights": weights}
+        )
+    return records
+
+
+def planned(dtypes: list[str]) -> list[tuple[str, str]]:
+    """Return names and dtypes of the trainings. CUDA has no loss scaler of bfloat16."""
+    every = [(name, dtype) for dtype in dtypes for name in trainings()]
+    return [case for case in every if case != ("loss scale", "bfloat16")]
 
 
 def _compare(
     check: Callable[[object, str], None],
     where: str,
+    cases: list[tuple[str, str]],
     there: list[dict[tuple[str, str], Report]],
     here: list[dict[tuple[str, str], Report]],
-) -> None:
-    for (name, dtype), expected in here[0].items():
+) -> int:
+    """Compare trainings; return of how many the weights were compared with those of the CPU."""
+    compared = 0
+    for name, dtype in cases:
         what = f"training with {name}, {dtype}, {where}"
-        found = [reports.get((name, dtype), {"error": "not reached"}) for reports in there]
-        errors = [r["error"] for r in [expected, *found] if "error" in r]
+        lost_report = {"error": "not reached"}
+        found, usual = ([r.get((name, dtype), lost_report) for r in side] for side in (there, here))
+        errors = [r["error"] for r in [*usual, *found] if "error" in r]
         check(not errors, f"{what}: {errors[:1]}")
-        if errors or "left out" in expected:
+        if errors:
             continue
+        expected = usual[0]
         same = all(torch.equal(r["weights"], found[0]["weights"]) for r in found)
         check(same, f"{what}: ranks differ")
-        if "in" in expected and name not in ("signsgd", *LARGE):
-            lost, usual = _lost(found), _lost([r[name, dtype] for r in here])
-            check(lost <= 2 * usual + 1e-6, f"{what}: {lost:.2g} are lost, on the CPU {usual:.2g}")
-        if dtype == "float64" and name not in RANDOM:
-            for part in set(expected) - {"in", "out", "left", "sent"}:
-                far = (found[0][part] - expected[part]).abs()
-                near = torch.allclose(found[0][part], expected[part], rtol=1e-9, atol=1e-12)
-                much = f"{part} off by {float(far.max()):.2g}, {int((far > 1e-9).sum())} elements"
-                check(near, f"{what}: {much}")
-            if "sent" in expected:
-                check(found[0]["sent"] == expected["sent"], f"{what}: other bytes are sent")
+        if "in" in expected and name not in ("signsgd", *LARGE):  # of these a part is lost for good
+            lost, most = _lost(found), 2 * _lost(usual) + 1e-6
+            check(lost <= most, f"{what}: {lost:.2g} are lost, on the CPU {_lost(usual):.2g}")
+        if name in RANDOM or dtype == "bfloat16":
+            continue
+        compared += 1
+        if dtype == "float32":  # elements near a threshold go another way
+            moved = expected["weights"] - _weights(net(torch.device("cpu"), torch.float32))
+            far = (found[0]["weights"] - expected["weights"]).norm() / moved.norm()
+            check(far <= 0.02, f"{what}: weights off by {float(far):.2g} of their way")
+            continue
+        for part in set(expected) - {"in", "out", "left", "sent"}:
+            far = (found[0][part] - expected[part]).abs()
+            near = torch.allclose(found[0][part], expected[part], rtol=1e-9, atol=1e-12)
+            much = f"{part} off by {float(far.max()):.2g}, {int((far > 1e-9).sum())} elements"
+            check(near, f"{what}: {much}")
+        if "sent" in expected:
+            check(found[0]["sent"] == expected["sent"], f"{what}: other bytes are sent")
+    return compared
 
 
 def _lost(reports: list[Report]) -> float:

@@ -22,7 +22,7 @@ from typing import TypeGuard
 
 from records import RESULTS, ROOT, Row, command, grid, show
 
-TRAINING = ("capture.workloads", "capture.lab")
+TRAINING = ("capture.workloads", "capture.lab", "gradstats.hooks")
 """Whoever imports from these trains."""
 ROOMS = ("primitives", "collectives", "thresholds", "compressors", "hooks")
 """Rooms of gradstats that a training goes through."""

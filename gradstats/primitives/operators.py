@@ -395,10 +395,10 @@ def tail_sums(weight: torch.Tensor, middle: NDArray[np.float64]) -> torch.Tensor
         Number, sum and sum of squares from each bin on, and the number in it; zeros last.
     """
     x = torch.from_numpy(middle).to(weight.device)
+    # rows: CUDA adds up a column with one thread, and a vector in no fixed order
+    parts = torch.stack([torch.ones_like(x), x, x.square()]) * weight
     sums = torch.zeros(x.numel() + 1, 4, dtype=x.dtype, device=x.device)
-    # one by one: CUDA adds up the columns of a table with one thread each
-    for column, each in enumerate((torch.ones_like(x), x, x.square())):
-        sums[:-1, column] = (each * weight).flip(0).cumsum(0).flip(0)
+    sums[:-1, :3] = parts.flip(1).cumsum(1).flip(1).T
     sums[:-1, 3] = weight
     return sums
 

@@ -77,6 +77,9 @@ def test_the_page_has_what_was_measured_on_a_gpu():
     trainings = sum(r["count"] for r in compared if r["part"] == "trainings")
     selections = sum(r["count"] for r in compared if r["part"] == "selections")
     assert f"{selections:,} selections and {trainings} trainings" in page
+    one = len(gpu_trainings.planned(["float64"])) - len(gpu_trainings.RANDOM)
+    exact = sum(one for r in compared if "float64" in r.get("dtypes", ()))
+    assert f"- {exact} trainings in float64" in page
     (device,) = {r["device"] for r in rows}
     version = ".".join(rows[0]["torch"].split(".")[:2])
     assert f"{device} with PyTorch {version} " in page
@@ -149,6 +152,18 @@ def test_a_part_replaces_what_the_file_has_of_it(measured):
     ]
 
 
+def test_a_comparison_that_breaks_off_leaves_no_earlier_one(measured, monkeypatch):
+    measured("--part", "messages")
+
+    def fails(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(gpu, "messages", fails)
+    (row,) = measured("--part", "messages")
+    assert row["count"] == 0
+    assert row["wrong"] == ["messages: RuntimeError: no such kernel"]
+
+
 def test_nothing_is_timed_where_answers_differ(measured, monkeypatch):
     def differs(*_):
         gpu.check(False, "other positions")
@@ -184,25 +199,37 @@ def test_one_read_is_of_the_bandwidth_of_the_largest_copy(monkeypatch):
 
 def test_trainings_that_differ_are_told():
     """Of two ranks: one with other weights, one far from the CPU's, gradients that are lost, and one that died."""
-    ones, told = torch.ones(4, dtype=torch.float64), []
-    good = {"weights": ones, "in": ones, "out": ones, "left": 0 * ones, "sent": 8}
-    far, lost = good | {"weights": 1.1 * ones}, good | {"out": 0.5 * ones}
+    start = gpu_trainings._weights(gpu_trainings.net(torch.device("cpu"), torch.float32))
+    ones, told = torch.ones_like(start), []
+    good = {"weights": start + ones, "in": ones, "out": ones, "left": 0 * ones, "sent": 8}
+    far, lost = good | {"weights": start + 1.1 * ones}, good | {"out": 0.5 * ones}
+    near = good | {"weights": start + 1.01 * ones}
     cases = {
-        "topk": (good, good),
-        "dgc": (good, far),
-        "hard": (far, far),
-        "micro": (lost, lost),
-        "lags": (good | {"sent": 4}, good),
-        "randomk": (far, far),  # draws others on a device
-        "cltk": (good, None),
+        ("topk", "float64"): (good, good),
+        ("dgc", "float64"): (good, far),
+        ("hard", "float64"): (near, near),
+        ("hard", "float32"): (near, near),  # elements near a threshold
+        ("exact", "float32"): (far, far),
+        ("exact", "bfloat16"): (far, far),
+        ("micro", "bfloat16"): (lost, lost),
+        ("lags", "float64"): (good | {"sent": 4}, good),
+        ("randomk", "float64"): (far, far),  # draws others on a device
+        ("cltk", "float64"): (good, None),
+        ("redsync", "float64"): (good, good),
     }
-    here = [{(name, "float64"): good for name in cases} for _ in range(2)]
-    there = [{(n, "float64"): c[rank] for n, c in cases.items() if c[rank]} for rank in range(2)]
-    gpu_trainings._compare(lambda ok, what: ok or told.append(what), "here", there, here)
-    assert [(what.split(",")[0].split()[-1], what.rpartition(": ")[2]) for what in told] == [
-        ("dgc", "ranks differ"),
-        ("hard", "weights off by 0.1, 4 elements"),
-        ("micro", "0.5 are lost, on the CPU 0"),
-        ("lags", "other bytes are sent"),
-        ("cltk", "['not reached']"),
+    here = [dict.fromkeys(cases, good) for _ in range(2)]
+    del here[0]["redsync", "float64"]  # the CPU's died
+    there = [{case: c[rank] for case, c in cases.items() if c[rank]} for rank in range(2)]
+    count = gpu_trainings._compare(
+        lambda ok, what: ok or told.append(what), "here", [*cases], there, here
+    )
+    assert [what.removeprefix("training with ").replace(", here", "") for what in told] == [
+        "dgc, float64: ranks differ",
+        f"hard, float64: weights off by 0.01, {len(ones)} elements",
+        "exact, float32: weights off by 0.1 of their way",
+        "micro, bfloat16: 0.5 are lost, on the CPU 0",
+        "lags, float64: other bytes are sent",
+        "cltk, float64: ['not reached']",
+        "redsync, float64: ['not reached']",
     ]
+    assert count == 6  # neither bfloat16 nor drawn nor died

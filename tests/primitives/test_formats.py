@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.every import every
+from torch.overrides import TorchFunctionMode
 
 from gradstats.collectives.codec import SCALED, Codec
 from gradstats.errors import InputError
@@ -179,3 +180,21 @@ def test_a_format_that_does_not_exist_is_refused():
     for name in ("fp5", None, ["mxfp4"]):
         with pytest.raises(InputError, match="number format"):
             as_format(name)
+
+
+class NoReciprocals(TorchFunctionMode):
+    """Refuses what CUDA rounds otherwise than the CPU: tensors divided by a number."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.__truediv__, torch.Tensor.div, torch.div, torch.true_divide):
+            assert torch.is_tensor(args[1]), f"divided by the number {args[1]}"
+        return function(*args, **(kwargs or {}))
+
+
+@every("name", FORMATS)
+def test_scales_have_the_same_bits_on_every_device(name):
+    form = FORMATS[name]
+    rows = form.rows(torch.linspace(-3, 5, 100))
+    with NoReciprocals():
+        scales = form.scales(rows)
+        form.restored(form.scaled(rows, scales), scales)
