@@ -1,10 +1,11 @@
 """Correctness first, then times, on a machine that has a GPU.
 
-    python benchmarks/gpu.py [--out FOLDER] [--numel N …] [--ratio R …] [--backend NAME …] [--dry-run]
+    python benchmarks/gpu.py [--out FOLDER] [--numel N …] [--ratio R …] [--backend NAME …] [--part NAME …]
+        [--anyway] [--dry-run]
 
 It needs torch, numpy, scipy and numba, and no network; Triton and zarr where they are there. Every estimator, read by
-torch's operators and by Triton, selects what the compiled loops select on the CPU; messages have the same bits; and
-whole trainings with every compressor end as they do on the CPU (``gpu_trainings.py``). If something differs, the
+torch's operators and by Triton, must select what the compiled loops select on the CPU; messages must be the same bits;
+and trainings with every compressor are compared with those on the CPU (``gpu_trainings.py``). If something differs, the
 program ends there. Times follow in multiples of one read of the data (its bytes over the bandwidth of a copy of the
 largest): the estimators with their selections, beside ``torch.topk`` and ``torch.kthvalue``; capture's cost per step;
 the exchange of two processes, over NCCL where there are two GPUs, else over gloo; and training steps with hooks.
@@ -117,18 +118,13 @@ def selections(device: torch.device, numel: int, backends: list[str]) -> list[Re
                 for estimator in ESTIMATORS if len(x) else ():
                     attempt(f"{estimator}, {what}", _same_selection, layout, there, name, estimator)
                     done += 1
-    for odd in hostile.arrays(np.random.default_rng(5)):
-        if odd.elements is None:
-            continue
-        x = odd.value
-        if isinstance(x, np.ndarray):
-            x = torch.from_numpy(np.array(x, x.dtype.newbyteorder("=")))
-        there = x.to(device)
+    for each in hostile.tensors(np.random.default_rng(5)):
+        there = each.value.to(device)
         for name in backends:
-            attempt(f"{name}, {odd.name}", _same_passes, x, there, name)
+            attempt(f"{name}, {each.name}", _same_passes, each.value, there, name)
             for estimator in ESTIMATORS:
-                what = f"{estimator}, {name}, {odd.name}"
-                attempt(what, _same_selection, x, there, name, estimator)
+                what = f"{estimator}, {name}, {each.name}"
+                attempt(what, _same_selection, each.value, there, name, estimator)
                 done += 1
     return [{"part": "selections", "count": done, "numel": numel}]
 
@@ -326,7 +322,8 @@ def capture_cost(device: torch.device, tiny: bool) -> list[Record]:
 def _stepped(model: torch.nn.Module, batch: torch.Tensor, name: str, by: Any) -> Callable[[], None]:
     """Return what takes a training step with a hook."""
     ddp = torch.nn.parallel.DistributedDataParallel(deepcopy(model))
-    compressor = make_compressor(*HOOKS[name][:1], 0.001, **HOOKS[name][1])
+    plain, options = HOOKS[name]
+    compressor = make_compressor(plain, 0.001, **options)
     if compressor is not None:
         state = CompressionState(compressor, named_parameters=ddp.module.named_parameters())
         ddp.register_comm_hook(state, compression_hook)
@@ -453,9 +450,6 @@ def main() -> None:
     if not dry:
         options.out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-
-    def note(text: str) -> None:
-        print(f"{text}, {time.perf_counter() - started:.0f} s", flush=True)
 
     def store(part: str, found: list[Record]) -> None:
         if dry:

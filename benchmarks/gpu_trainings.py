@@ -10,7 +10,7 @@ and kept must add up to the gradients.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -38,6 +38,7 @@ from gradstats.hooks import (
 )
 from gradstats.primitives import backend
 from gradstats.primitives.backend import Backend
+from gradstats.trace import Kind
 
 STEPS = 12
 RATIO = 0.05
@@ -68,8 +69,13 @@ def batches(
     return [(x.to(device, dtype), (x.sum(1) > 0).long().to(device)) for x in xs]
 
 
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of some tensors, on the CPU in float64."""
+    return torch.cat([each.detach().reshape(-1).cpu().double() for each in tensors])
+
+
 def _weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1).cpu().double() for p in model.parameters()])
+    return _flat(model.parameters())
 
 
 def _compressed(
@@ -82,8 +88,7 @@ def _compressed(
     """Train under DDP, and add up what came in, what came out and what is left."""
     model = net(device, dtype)
     ddp = DDP(model, bucket_cap_mb=0.05)
-    report: Report = {}
-    totals = {k: torch.zeros_like(_weights(model)) for k in ("in", "out")}
+    totals: Report = {k: torch.zeros_like(_weights(model)) for k in ("in", "out")}
     state = None
     if (compressor := make_compressor(name, RATIO)) is not None:
         state = CompressionState(
@@ -102,31 +107,23 @@ def _compressed(
                 kept[id(p)] = g.detach().clone()
             return compression_hook(s, bucket)
 
-        hook.__annotations__ = (
-            compression_hook.__annotations__
-        )  # DDP compares the types, not their names
+        # DDP compares the types, not their names
+        hook.__annotations__ = compression_hook.__annotations__
         ddp.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-5 if name in LARGE else 0.05)
     for x, y in batches(rank, device, dtype):
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(x), y).backward()
         if state is not None:
-            totals["in"] += torch.cat(
-                [kept[id(p)].reshape(-1).cpu().double() for p in model.parameters()]
-            )
-            totals["out"] += torch.cat(
-                [p.grad.reshape(-1).cpu().double() for p in model.parameters()]
-            )  # type: ignore[union-attr]
+            totals["in"] += _flat(kept[id(p)] for p in model.parameters())
+            totals["out"] += _flat(p.grad for p in model.parameters())  # type: ignore[misc]
         optimizer.step()
-    if state is not None:
-        left = [state.residual(p) for p in model.parameters()]
-        zero = [
-            torch.zeros_like(p) if r is None else r
-            for r, p in zip(left, model.parameters(), strict=True)
-        ]
-        totals["left"] = torch.cat([r.detach().reshape(-1).cpu().double() for r in zero])
-        report |= totals | {"sent": state.last.bytes_sent if state.last else None}
-    return report | {"weights": _weights(model)}
+    if state is None:
+        return {"weights": _weights(model)}
+    left = ((state.residual(p), p) for p in model.parameters())
+    totals["left"] = _flat(torch.zeros_like(p) if r is None else r for r, p in left)
+    sent = state.last.bytes_sent if state.last else None
+    return totals | {"weights": _weights(model), "sent": sent}
 
 
 def _local(rank: int, device: torch.device, dtype: torch.dtype, **options: Any) -> Report:
@@ -163,8 +160,7 @@ def _sharded(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
-    return {"weights": torch.cat([p.detach().reshape(-1).cpu().double() for p in whole])}
+    return {"weights": _flat(p.full_tensor() for p in model.parameters())}  # type: ignore[attr-defined]
 
 
 def _captured(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
@@ -175,22 +171,24 @@ def _captured(rank: int, device: torch.device, dtype: torch.dtype) -> Report:
     model = net(device, dtype)
     ddp = DDP(model, bucket_cap_mb=0.05)
     state = CompressionState(TopK(RATIO), named_parameters=model.named_parameters())
-    place = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(place, device=device)
-    path = Path(str(place[0])) / "run.zarr"
+    kinds: list[Kind] = ["gradient", "corrected"]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    with Capture(path, ddp, kinds=["gradient", "corrected"]) as capture:
-        ddp.register_comm_hook(*capture.wrap(state, compression_hook))
-        for x, y in batches(rank, device, dtype):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(ddp(x), y)
-            loss.backward()
-            capture.step(loss=loss)
-            optimizer.step()
-    dist.barrier()
-    trace = open_trace(path)
-    kinds = ("gradient", "corrected")
-    read = {k: torch.from_numpy(trace.read(7, kind=k, rank=rank)).double() for k in kinds}  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as own:
+        place = [own]
+        dist.broadcast_object_list(place, device=device)  # that of the first rank
+        path = Path(place[0], "run.zarr")
+        with Capture(path, ddp, kinds=kinds) as capture:
+            ddp.register_comm_hook(*capture.wrap(state, compression_hook))
+            for x, y in batches(rank, device, dtype):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(ddp(x), y)
+                loss.backward()
+                capture.step(loss=loss)
+                optimizer.step()
+        dist.barrier()
+        trace = open_trace(path)
+        read = {k: torch.from_numpy(trace.read(7, kind=k, rank=rank)).double() for k in kinds}
+        dist.barrier()  # before the folder goes
     return {"weights": _weights(model), **read}
 
 

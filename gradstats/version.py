@@ -1,4 +1,4 @@
-"""The version of this package, without what it takes to import the package itself."""
+"""The version of this package, at the bottom, so that every room may import it."""
 
 __all__ = ["__version__"]
 

@@ -183,6 +183,19 @@ def arrays(rng: np.random.Generator) -> list[Odd]:
         return [*_good(rng), *_bad(rng)]
 
 
+def tensors(rng: np.random.Generator) -> list[Odd]:
+    """Return the odd arrays that have a right answer, as tensors, which have one order of bytes."""
+    found = []
+    for odd in arrays(rng):
+        if odd.elements is None:
+            continue
+        value = odd.value
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
+        found.append(Odd(odd.name, value, odd.elements))
+    return found
+
+
 def _good(rng: np.random.Generator) -> Iterator[Odd]:
     n = int(rng.integers(200, 3000))
     plain = rng.laplace(size=n).astype(np.float32)

@@ -80,6 +80,21 @@ def test_the_page_has_what_was_measured_on_a_gpu():
     one = len(gpu_trainings.planned(["float64"])) - len(gpu_trainings.RANDOM)
     exact = sum(one for r in compared if "float64" in r.get("dtypes", ()))
     assert f"- {exact} trainings in float64" in page
+    steps = {
+        (r["numel"] // 10**6, r["compressor"], r["backend"]): 1e3 * r["seconds"]
+        for r in rows
+        if r["part"] == "step"
+    }
+    costs = {
+        millions: [
+            took - steps[millions, "none", "none"]
+            for (of, name, _), took in steps.items()
+            if of == millions and name not in ("none", "lags") and (of, name) != (25, "sidco-e")
+        ]
+        for millions in (25, 85)
+    }
+    small, large = (f"{min(c):.0f} to {max(c):.0f}" for c in costs.values())
+    assert f"Most hooks take {small} ms of 26 million parameters and {large} of 85 million" in page
     (device,) = {r["device"] for r in rows}
     version = ".".join(rows[0]["torch"].split(".")[:2])
     assert f"{device} with PyTorch {version} " in page

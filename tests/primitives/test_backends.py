@@ -43,20 +43,7 @@ EXACT = ("exact", "warm-exact", "histogram", "dgc", "hard", "micro", "redsync-tr
 """Estimators that only compare and count: their thresholds are the same bits."""
 
 
-def tensors():
-    """Return the odd arrays that are gradients, as tensors."""
-    found = []
-    for odd in hostile.arrays(np.random.default_rng(5)):
-        if odd.elements is None:
-            continue
-        value = odd.value
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
-        found.append(hostile.Odd(odd.name, value, odd.elements))
-    return found
-
-
-ODD = tensors()
+ODD = hostile.tensors(np.random.default_rng(5))
 CHECKED = (
     "moments",
     "exceedances",
