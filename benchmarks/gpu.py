@@ -49,11 +49,12 @@ from gradstats.compressors import CompressorName, DenseCompressor, make_compress
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.primitives import backend, histogram, moments, select, topk
+from gradstats.primitives.backend import MANY, device_code
 from gradstats.primitives.ratio import RATIOS, target_count
 from gradstats.thresholds import ESTIMATORS, make_estimator
 from gradstats.thresholds.bench import REFERENCES, sample_gradient
 
-NUMELS = (260_000, 2_600_000, 26_000_000, 260_000_000)
+NUMELS = (260_000, 2_600_000, 8_500_000, 26_000_000, 260_000_000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EXACT = ("exact", "warm-exact", "histogram", "dgc", "hard", "micro", "redsync-trimmed")
 """Estimators whose thresholds must be the same bits; the others' may be a float32 rounding off."""
@@ -66,12 +67,14 @@ HOOKS: dict[str, tuple[CompressorName, dict[str, Any]]] = {
     "redsync": ("redsync", {}),
     "dgc": ("dgc", {}),
     "micro": ("micro", {}),
-    "lags": ("lags", {}),
+    "lags": ("lags", {"calibrate": 2}),  # which ends before a step is timed
     "lags, exactly": ("lags", {"exactly": True, "adaptive": False}),
     "signsgd": ("signsgd", {}),
 }
 """Compressors that are timed in training, with their options."""
 REPEATS = 15
+SETTLED = 25
+"""Steps before a hook is timed: in the first twenty SIDCo and LAGS take up to three times as long."""
 PARTS = ("selections", "messages", "trainings", "capture", "exchange", "latency", "step")
 """What is done, in this order: three comparisons, and what is timed."""
 Record = dict[str, Any]
@@ -126,6 +129,9 @@ def selections(device: torch.device, numel: int, backends: list[str]) -> list[Re
                 what = f"{estimator}, {name}, {each.name}"
                 attempt(what, _same_selection, each.value, there, name, estimator)
                 done += 1
+    if device.type == "cuda" and "triton" in backends:
+        large = torch.empty(MANY, device=device)
+        check("triton" in str(device_code(large)), "a large tensor is not read by Triton")
     return [{"part": "selections", "count": done, "numel": numel}]
 
 
@@ -207,13 +213,25 @@ def alternating(
     seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1 if device.type == "cuda" else 1):
         for name, run in runs.items():
-            _rest(device)
-            started = time.perf_counter()
-            run()
-            _rest(device)
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(_timed(run, device))
     # without the first, in which kernels are compiled
     return {n: statistics.median(s[1:]) if s[1:] else math.nan for n, s in seconds.items()}
+
+
+def _each(run: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
+    """Return the time of each call after the first five, in seconds; NaN on the CPU."""
+    if device.type != "cuda":
+        run()
+        return [math.nan]
+    return [_timed(run, device) for _ in range(rounds)][5:]
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    _rest(device)
+    started = time.perf_counter()
+    run()
+    _rest(device)
+    return time.perf_counter() - started
 
 
 def _rest(device: torch.device) -> None:
@@ -299,23 +317,26 @@ def capture_cost(device: torch.device, tiny: bool) -> list[Record]:
             if capture is not None:
                 capture.step()
 
-        with tempfile.TemporaryDirectory() as folder:
-            taken = {
-                store: Capture(Path(folder) / f"{store}.zarr", model, store=store)  # type: ignore[arg-type]
-                for store in ("gradients", "sketches")
-            }
-            seconds = alternating(
-                {None: step, **{s: partial(step, c) for s, c in taken.items()}}, device
-            )
-            for store, each in taken.items():
-                each.close()
-                records.append(
-                    {"part": "capture", "what": what, "store": store, "absent": seconds[None]}
-                    | {
-                        "seconds": seconds[store],
-                        "numel": sum(p.numel() for p in model.parameters()),
-                    }
-                )
+        seconds: dict[Any, list[float]] = {None: [], "gradients": [], "sketches": []}
+        # one after the other, each trace complete before the next begins: what is written meanwhile belongs to it
+        for _ in range(3):
+            for store, took in seconds.items():
+                with contextlib.ExitStack() as stack:
+                    if store is None:
+                        run = step
+                    else:
+                        path = Path(
+                            stack.enter_context(tempfile.TemporaryDirectory()), "trace.zarr"
+                        )
+                        run = partial(step, stack.enter_context(Capture(path, model, store=store)))
+                    took += _each(run, device, rounds=20)
+        medians = {store: statistics.median(took) for store, took in seconds.items()}
+        numel = sum(p.numel() for p in model.parameters())
+        records += [
+            {"part": "capture", "what": what, "store": store, "absent": medians[None]}
+            | {"seconds": medians[store], "rounds": len(seconds[store]), "numel": numel}
+            for store in ("gradients", "sketches")
+        ]
     return records
 
 
@@ -349,9 +370,10 @@ def _hooked(rank: int, cuda: bool, tiny: bool, folder: str, backends: list[str])
             (name, by): _stepped(model, batch, name, by)
             for name, by in [("none", "none"), *product(list(HOOKS)[1:], backends)]
         }
-        for _ in range(3):  # DDP rebuilds its buckets, and estimators settle
+        # DDP rebuilds its buckets, SIDCo finds its stages, and LAGS its ratios
+        for _ in range(1 if tiny else SETTLED):
             alternating(runs, device, rounds=0)
-        for (name, by), seconds in alternating(runs, device, rounds=9).items():
+        for (name, by), seconds in alternating(runs, device).items():
             records.append(
                 {"part": "step", "what": what, "backend": by, "compressor": name, "ratio": 0.001}
                 | {"seconds": seconds, "numel": sum(p.numel() for p in model.parameters())}
@@ -473,7 +495,11 @@ def main() -> None:
         if part in PARTS[:3]:
             differences = len(WRONG)
             # of a comparison that broke off, too: the file must not keep an earlier one's
-            found = [r | {"wrong": WRONG[before:]} for r in found or [{"part": part, "count": 0}]]
+            wrong = WRONG[before:]
+            found = [
+                r | {"wrong": [w for w in wrong if r.get("where", "") in w]}
+                for r in found or [{"part": part, "count": 0}]
+            ]
         store(part, found)
         records += found
         print(f"{part}: {len(found)} records, {time.perf_counter() - started:.0f} s", flush=True)
@@ -507,7 +533,7 @@ def parts(
         ("messages", partial(messages, device)),
         ("trainings", partial(gpu_trainings.compare, check, device.type, groups(device, backends))),
         ("capture", partial(capture_cost, device, dry)),
-        ("exchange", partial(exchange, device, min(max(numels), NUMELS[2]), backends)),
+        ("exchange", partial(exchange, device, min(max(numels), NUMELS[3]), backends)),
         *(
             ("latency", partial(latency, device, n, max(numels), options.ratio, backends))
             for n in numels

@@ -34,6 +34,8 @@ POINTERS = {
     "zeros": "*i32",
     "ends": "*i64",
     "prefix": "*i64",
+    "least": "*i32",
+    "most": "*i32",
     "kth": "*i64",
     "over": "*i32",
     "tied": "*i32",
@@ -67,7 +69,7 @@ def variants(short: bool) -> list[tuple[Any, str, dict[str, Any], str]]:
         for signed, log in ((False, True), (False, False), (True, False)):
             constants = {"SIGNED": signed, "LOG": log, "BLOCKS": blocks}
             found.append((kernels._sums_kernel, dtype, constants, case))
-        found.append((kernels._counts_kernel, dtype, {"SHIFT": 13}, case))
+        found.append((kernels._counts_kernel, dtype, {"SHIFT": 13, "COPIES": kernels.COPIES}, case))
         found.append((kernels._digits_kernel, dtype, {"SHIFT": 15, "WIDTH": 16}, case))
         found += [(k, dtype, {}, case) for k in PLAIN]
     bits = {

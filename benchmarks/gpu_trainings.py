@@ -2,9 +2,9 @@
 
 Called by ``gpu.py``. In float64 the sums of both differ by some 1e-16 of a gradient, far less than elements differ from
 a threshold: the same elements are sent, and the weights are the same to 1e-9. In float32 elements near a threshold go
-another way, and weights may be 2 % of their way off. In bfloat16, and of compressors that draw random numbers, which
-are others on a device, weights are not compared: ranks must agree, and, but for updates of signs alone, what is sent
-and kept must add up to the gradients.
+another way, and weights may be 2 % of their way off. They are not compared in bfloat16, of compressors that draw
+random numbers, which are others on a device, and of Adam's correction in float32: ranks must agree, and, but for
+updates of signs alone, what is sent and kept must add up to the gradients.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ STEPS = 12
 RATIO = 0.05
 RANDOM = ("randomk", "ssdm", "cascading", "marsit", "signsgd", "ef-signsgd")
 """They draw: positions, signs, or the signs of zeros."""
+TIED = "topk, memory adam"
+"""In its first step every element is one in size but for roundings, which decide what is sent: on the CPU alone, inputs
+that differ by a rounding of float32 leave weights half their way apart."""
 LARGE = ("ssdm", "cascading", "marsit")
 """Their updates are as long as the whole gradient in every element."""
 MEMORIES = {"momentum": lambda: MomentumCorrection(0.9), "adam": AdamCorrection}
@@ -322,7 +325,7 @@ def compare(
         weights = _compare(check, where, cases, there.result(), here.result())
         records.append(
             {"part": "trainings", "ranks": world, "group": group, "backend": code, "dtypes": dtypes}
-            | {"count": len(cases), "weights": weights}
+            | {"count": len(cases), "weights": weights, "where": where}
         )
     return records
 
@@ -356,7 +359,7 @@ def _compare(
         if "in" in expected and name not in ("signsgd", *LARGE):  # of these a part is lost for good
             lost, most = _lost(found), 2 * _lost(usual) + 1e-6
             check(lost <= most, f"{what}: {lost:.2g} are lost, on the CPU {_lost(usual):.2g}")
-        if name in RANDOM or dtype == "bfloat16":
+        if name in RANDOM or dtype == "bfloat16" or (name == TIED and dtype == "float32"):
             continue
         compared += 1
         if dtype == "float32":  # elements near a threshold go another way

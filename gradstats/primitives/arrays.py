@@ -227,7 +227,7 @@ def as_positions(indices: Array) -> NDArray[np.int64]:
     return indices.cpu().numpy() if is_tensor(indices) else np.asarray(indices, np.int64)
 
 
-def strided(x: Array, stride: int) -> Array:
+def strided(x: Array, stride: int, start: int = 0) -> Array:
     """Return every `stride`-th element of the flattened array, without flattening a strided one.
 
     Parameters
@@ -236,27 +236,33 @@ def strided(x: Array, stride: int) -> Array:
         Array of any shape.
     stride : int
         Distance of the elements taken, at least 1.
+    start : int
+        Position of the first.
     """
     if _is_contiguous(x):
-        return x.reshape(-1)[::stride]
-    return taken(x, np.arange(0, numel_of(x), stride))
+        return x.reshape(-1)[start::stride]
+    return taken(x, np.arange(start, numel_of(x), stride))
 
 
-def taken(x: Array, positions: NDArray[np.int64]) -> Array:
+def taken(x: Array, positions: Array) -> Array:
     """Return the elements at some positions of the flattened array, without flattening a strided one.
 
     Parameters
     ----------
     x : array_like
         Array of any shape.
-    positions : ndarray of int64
+    positions : ndarray of int64, or int64 tensor on the array's device
         Positions in index order.
     """
-    if _is_contiguous(x):
-        return x.reshape(-1)[torch_index(positions, x)]
-    # reshape(-1) would copy the whole array for a sample of it
-    places = np.unravel_index(positions, tuple(x.shape))
-    return x[tuple(torch_index(p, x) for p in places)]
+    flat = _is_contiguous(x)
+    if is_tensor(positions):
+        at = positions if flat else sys.modules["torch"].unravel_index(positions, x.shape)
+    elif flat:
+        at = torch_index(positions, x)
+    else:
+        at = tuple(torch_index(p, x) for p in np.unravel_index(positions, tuple(x.shape)))
+    # reshape(-1) would copy a whole strided array for a sample of it
+    return x.reshape(-1)[at] if flat else x[at]
 
 
 def _is_contiguous(x: Array) -> bool:

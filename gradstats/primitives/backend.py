@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
-from gradstats.primitives.arrays import Array, Sums, check, is_tensor
+from gradstats.primitives.arrays import Array, check, is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +27,15 @@ Backend: TypeAlias = Literal["compiled", "torch", "triton"]
 _DEFAULTS: dict[str, Backend] = {"cuda": "torch", "xpu": "torch"}
 """Types of device whose tensors are not copied to the host. Sums need float64, which Apple's MPS does not have."""
 
+MANY = 1 << 23
+"""Elements of a CUDA tensor from which Triton reads it where it runs: of fewer, launches take most of the time."""
+
 
 class DeviceCode(Protocol):
     """What a module offers that reads tensors where they are; no more than a few scalars go to the host."""
 
-    def sums(self, x: Any, above: float, log: bool) -> Sums:
-        """Return the sums over finite non-zero |x| ≥ above.
+    def sums(self, x: Any, above: float, log: bool) -> torch.Tensor:
+        """Return the sums over finite non-zero |x| ≥ above, and leave them on the device.
 
         Parameters
         ----------
@@ -41,6 +45,11 @@ class DeviceCode(Protocol):
             Least magnitude that is summed, a number of the gradient's precision.
         log : bool
             Sum the logarithms too; otherwise their sum is 0.
+
+        Returns
+        -------
+        float64 tensor, shape (7,)
+            Count, zeros, NaN and infinities, Σ|x|, Σx², Σ ln|x| and the largest: :data:`gradstats.primitives.Sums`.
         """
 
     def tail(self, x: Any, above: float) -> tuple[int, float, float]:
@@ -169,7 +178,8 @@ class _Choice(AbstractContextManager[None]):
 def backend(name: Backend) -> AbstractContextManager[None]:
     """Choose what reads tensors, inside a ``with`` statement and in the whole process.
 
-    Without it the device decides: torch operators read the tensors of CUDA and XPU devices, compiled loops all others.
+    Without it the device decides: torch operators read the tensors of CUDA and XPU devices, compiled loops all others,
+    and Triton those of CUDA from 8,388,608 elements on, where it is installed, finds a compiler, and reads the dtype.
     NumPy arrays are always read by the compiled loops. Where blocks overlap, as those of two threads may, the one
     entered last rules until it ends.
 
@@ -211,6 +221,35 @@ def backend(name: Backend) -> AbstractContextManager[None]:
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+@cache
+def triton_runs(index: int) -> bool:
+    """Tell whether Triton's kernels run on a CUDA device: a small one is compiled, or comes from Triton's cache.
+
+    Parameters
+    ----------
+    index : int
+        Number of the device.
+    """
+    if not _has_triton():
+        return False
+    import torch
+
+    try:
+        from gradstats.primitives import triton_kernels
+
+        one = torch.ones(1, device=torch.device("cuda", index))
+        return len(triton_kernels.select(one, 1.0)[0]) == 1
+    except (
+        Exception
+    ) as error:  # no compiler, no headers, a device too old: torch's operators read what it would
+        why = " ".join(str(error).split())[:200]
+        warnings.warn(
+            f"Triton does not run here, so torch's operators read large CUDA tensors, 2 to 4 times slower: {why}",
+            stacklevel=2,
+        )
+        return False
 
 
 def readable(x: Array) -> Array:
@@ -279,6 +318,8 @@ def device_code(x: Array) -> DeviceCode | None:
     device = x.device.type
     chosen = _Choice.active[-1:]  # one step: another thread may end its block
     name = chosen[0].name if chosen else _DEFAULTS.get(device, "compiled")
+    if not chosen and device == "cuda" and x.numel() >= MANY and triton_runs(x.device.index):
+        name = "triton"
     if name == "compiled":
         return None
     if device == "mps":

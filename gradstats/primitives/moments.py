@@ -157,7 +157,7 @@ def moments(x: Array, above: float = 0.0, *, log: bool = True) -> Moments:
     parts = (
         map_blocks(lambda _, block: _block(block, above, log), x)
         if code is None
-        else [code.sums(x, as_compared(x, above), log)]
+        else [code.sums(x, as_compared(x, above), log).tolist()]
     )
     # in the order of the blocks, so that the number of threads does not change a bit
     count, zeros, nonfinite = (int(sum(part[i] for part in parts)) for i in range(3))

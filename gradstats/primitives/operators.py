@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradstats.primitives.arrays import Selection, Sums
+from gradstats.primitives.arrays import Selection
 
 __all__ = [
     "bernoulli",
     "combined",
     "counts",
-    "counts_to_kth",
     "descend",
     "keep",
     "kth_magnitude",
+    "magnitude_bits",
     "occupied",
     "pack_bits",
     "random_words",
@@ -38,23 +38,24 @@ __all__ = [
 
 _DIGITS = 8
 """Binary digits after which words without undecided bits are left alone."""
-_WIDTH = 16
-"""Bits of magnitudes that a pass counts at a time."""
 CHUNK = 1 << 22
 """Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 to 200 MB (of
 strided tensors some 300 MB: the positions of a chunk take eight bytes an element and dimension)."""
+WHOLE = 1 << 24
+"""Elements of which :func:`kth_magnitude` takes less than a sample and a pass; its temporaries are 67 MB of float32."""
 
 
-def _chunks(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def _chunks(x: torch.Tensor, size: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (offset, chunk) over the flattened tensor: views, or, of a strided tensor, copies."""
+    size = size or CHUNK
     if x.is_contiguous():
         flat = x.view(-1)
-        for offset in range(0, x.numel(), CHUNK):
-            yield offset, flat[offset : offset + CHUNK]
+        for offset in range(0, x.numel(), size):
+            yield offset, flat[offset : offset + size]
         return
-    for offset in range(0, x.numel(), CHUNK):
+    for offset in range(0, x.numel(), size):
         # gathered by position: reshape(-1) would copy the whole tensor
-        places = torch.arange(offset, min(offset + CHUNK, x.numel()), device=x.device)
+        places = torch.arange(offset, min(offset + size, x.numel()), device=x.device)
         yield offset, x[torch.unravel_index(places, x.shape)]
 
 
@@ -78,8 +79,8 @@ def _rows(
     return torch.stack(rows) if rows else x.new_zeros((1, width), dtype=torch.float64)
 
 
-def sums(x: torch.Tensor, above: float, log: bool) -> Sums:
-    """Return the sums over finite non-zero |x| ≥ above."""
+def sums(x: torch.Tensor, above: float, log: bool) -> torch.Tensor:
+    """Return the sums over finite non-zero |x| ≥ above, on the device."""
 
     def row(chunk: torch.Tensor) -> list[torch.Tensor]:
         magnitude = chunk.abs()
@@ -101,8 +102,8 @@ def sums(x: torch.Tensor, above: float, log: bool) -> Sums:
     return combined(_rows(x, row, 7))
 
 
-def combined(rows: torch.Tensor) -> Sums:
-    """Combine the sums of the parts of a gradient.
+def combined(rows: torch.Tensor) -> torch.Tensor:
+    """Combine the sums of the parts of a gradient, on the device.
 
     Parameters
     ----------
@@ -111,10 +112,7 @@ def combined(rows: torch.Tensor) -> Sums:
     """
     added = rows.sum(0)
     added[6] = rows[:, 6].max()
-    # the only wait for the device
-    count, zeros, nonfinite, *rest = added.tolist()
-    total, squares, logs, largest = rest
-    return int(count), int(zeros), int(nonfinite), total, squares, logs, largest
+    return added
 
 
 def tail(x: torch.Tensor, above: float) -> tuple[int, float, float]:
@@ -175,83 +173,33 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(indices), torch.cat(values)
 
 
-def _magnitude_bits(chunk: torch.Tensor) -> torch.Tensor:
-    """Return the bits of magnitudes as int64, in their order; those of NaN are zero."""
-    # infinity stays: by default it becomes the largest finite number
-    magnitude = _widened(chunk).abs().nan_to_num_(0.0, math.inf)
-    return magnitude.view(torch.int64 if chunk.dtype == torch.float64 else torch.int32).long()
-
-
-def counts_to_kth(
-    count: Callable[[torch.Tensor, int, int], torch.Tensor], x: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the bits of the k-th largest magnitude, digit by digit; nothing goes to the host.
+def magnitude_bits(chunk: torch.Tensor) -> torch.Tensor:
+    """Return the bits of magnitudes as whole numbers, in their order; those of NaN are zero.
 
     Parameters
     ----------
-    count : callable
-        Function of the digits found (a number on the device), a shift and a width: counts the next digits, of that
-        width and before as many bits, of magnitudes that begin with those found. It may leave out zeros.
-    x : tensor
-        Gradient of at least k elements.
-    k : int
-        Rank, at least 1.
-
-    Returns
-    -------
-    kth : int64 tensor, shape (1,)
-        The bits.
-    ties : int64 tensor, shape (1,)
-        How many of the magnitudes with these bits are among the k.
+    chunk : tensor
+        Elements; what is narrower than float32 is widened.
     """
-    left = 63 if x.dtype == torch.float64 else 31
-    kth = torch.zeros(1, dtype=torch.int64, device=x.device)
-    rest, inside = kth + k, kth + x.numel()
-    while left:
-        width = min(_WIDTH, left)
-        left -= width
-        found = count(kth, left, width)
-        # zeros that were left out: all that begin with the digits found are `inside`
-        found[:1] += inside - found.sum()
-        reached = found.flip(0).cumsum(0)
-        # from the highest digit down, the first with `rest` of them at or above it
-        place = torch.searchsorted(reached, rest)
-        digit = found.numel() - 1 - place
-        inside = found[digit]
-        rest = rest - (reached[place] - inside)
-        kth = (kth << width) | digit
-    return kth, rest
+    # infinity stays: by default it becomes the largest finite number
+    magnitude = _widened(chunk).abs().nan_to_num_(0.0, math.inf)
+    return magnitude.view(torch.int64 if chunk.dtype == torch.float64 else torch.int32)
 
 
 def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ascending positions and values of exactly k elements with the largest magnitudes."""
-    narrow = _in_memory_order(x)  # counts do not depend on the order
-
-    def count(kth: torch.Tensor, shift: int, width: int) -> torch.Tensor:
-        found = torch.zeros(1 << width, dtype=torch.int64, device=x.device)
-        for _, chunk in _chunks(narrow):
-            bits = _magnitude_bits(chunk)
-            digits = (bits >> shift) & ((1 << width) - 1)
-            # all are added, most of them as 0: to leave those out, the host would wait for their number
-            found.scatter_add_(0, digits, (bits >> shift + width == kth).long())
-        return found
-
-    kth, ties = counts_to_kth(count, x, k)
-    # one place more, for what is not among them: where it goes nobody reads
-    indices = torch.zeros(k + 1, dtype=torch.int64, device=x.device)
-    values = torch.zeros(k + 1, dtype=x.dtype, device=x.device)
-    done, tied = torch.zeros_like(kth), torch.zeros_like(kth)
-    for offset, chunk in _chunks(x):
-        bits = _magnitude_bits(chunk)
-        ranks = (bits == kth).cumsum(0) + tied
-        kept = (bits > kth) | ((bits == kth) & (ranks <= ties))
-        place = torch.where(kept, kept.cumsum(0) + done - 1, k)
+    best = x.new_empty(0)
+    indices = x.new_empty(0, dtype=torch.int64)
+    # what is kept is sorted with each chunk: of many elements, with a larger one
+    for offset, chunk in _chunks(x, max(CHUNK, k)):
         positions = torch.arange(offset, offset + chunk.numel(), device=x.device)
-        indices.scatter_(0, place, positions)
-        # NaN has the bits of 0 here, and −0 becomes 0
-        values.scatter_(0, place, torch.where(bits > 0, chunk, 0))
-        done, tied = done + kept.sum(), ranks[-1:]
-    return indices[:k], values[:k]
+        values, positions = torch.cat([best, chunk]), torch.cat([indices, positions])
+        # stable: of ties the first stay the first
+        order = magnitude_bits(values).sort(descending=True, stable=True).indices[:k]
+        best, indices = values[order], positions[order]
+    indices, order = indices.sort()
+    # where NaN stands for zero it becomes one, and −0 becomes 0
+    return indices, torch.where(magnitude_bits(best) > 0, best, 0)[order]
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -379,25 +327,24 @@ def descend(
     return i, above, (before, inside, after), nonfinite
 
 
-def tail_sums(weight: torch.Tensor, middle: NDArray[np.float64]) -> torch.Tensor:
+def tail_sums(weight: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
     """Add up the bins of a histogram from the last to the first, on its device.
 
     Parameters
     ----------
     weight : int64 tensor, shape (bins,)
         Elements per bin.
-    middle : ndarray of float64, shape (bins,)
-        Their magnitude, ascending.
+    middle : float64 tensor, shape (bins,)
+        Their magnitude, ascending, on the same device.
 
     Returns
     -------
     float64 tensor, shape (bins + 1, 4)
         Number, sum and sum of squares from each bin on, and the number in it; zeros last.
     """
-    x = torch.from_numpy(middle).to(weight.device)
     # rows: CUDA adds up a column with one thread, and a vector in no fixed order
-    parts = torch.stack([torch.ones_like(x), x, x.square()]) * weight
-    sums = torch.zeros(x.numel() + 1, 4, dtype=x.dtype, device=x.device)
+    parts = torch.stack([torch.ones_like(middle), middle, middle.square()]) * weight
+    sums = middle.new_zeros(middle.numel() + 1, 4)
     sums[:-1, :3] = parts.flip(1).cumsum(1).flip(1).T
     sums[:-1, 3] = weight
     return sums
@@ -416,8 +363,8 @@ def kth_magnitude(values: Any, k: int) -> float | None:
     if k > values.numel():
         return None
     # NaN and infinity become 0, and 0 is no answer
-    ordered = _widened(values).abs().nan_to_num_(0, 0).sort().values
-    return float(ordered[-k]) or None
+    magnitude = _widened(values).abs().nan_to_num_(0, 0)
+    return float(magnitude.topk(k, sorted=False).values.min()) or None
 
 
 def keep(selection: Selection, threshold: float) -> Selection:

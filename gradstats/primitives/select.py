@@ -197,6 +197,8 @@ def top_candidates(
         low = 0.0
     elif low is None and numel <= _FEW and not on_device and (few := _top_of_few(x, k)):
         return few
+    elif low is None and on_device and (found := _top_on_device(x, k)):
+        return found
     # deviations of a count in a sample: of independent elements one in three million lies beyond
     slack = 5.0
     while True:
@@ -212,6 +214,16 @@ def top_candidates(
         # this ends, as a bracket wider than the sample begins at 0
         low, high, slack = None, math.inf, slack * 4
     return threshold, keep(candidates, threshold) if trim else candidates
+
+
+def _top_on_device(x: Any, k: int) -> tuple[float, Selection] | None:
+    """Return the k-th largest magnitude and what reaches it, by torch's own order statistic; None of too many."""
+    from gradstats.primitives import operators
+
+    if x.numel() > operators.WHOLE:
+        return None
+    threshold = operators.kth_magnitude(x.reshape(-1), k) or 0.0
+    return threshold, select(x, threshold)
 
 
 def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,6 +201,14 @@ def middles(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np
     return left + (right - left) / 2
 
 
+@lru_cache(maxsize=8)
+def _middles_there(device: Any, bits: int, known: bool) -> Any:
+    """Return the middles of all cells on a device, which takes a megabyte to move."""
+    edges = bin_edges(bits)
+    middle = edges[:-1] if known else middles(edges[:-1], edges[1:])
+    return sys.modules["torch"].from_numpy(middle).to(device)
+
+
 def tails(x: Array, least: float = 0.0) -> Tails:
     """Add up the magnitudes of a gradient from above, in one pass.
 
@@ -229,7 +238,8 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         right = left if known else edges[lowest + 1 :]
         # the bins behind the last edge are infinity and NaN
         weight = code.counts(x, bits)[0][lowest : lowest + left.size]
-        return DeviceTails(left, right, operators.tail_sums(weight, middles(left, right)))
+        middle = _middles_there(x.device, bits, known)[lowest:]
+        return DeviceTails(left, right, operators.tail_sums(weight, middle))
     counts = _counts_from(x, bits, lowest)
     if lowest:  # from a threshold on most cells have a count; from zero on few
         return _of_counts(counts, lowest, bits, known)

@@ -6,6 +6,7 @@ on the number of elements alone, and programs are combined in order or by counti
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradstats.primitives.arrays import Sums
-from gradstats.primitives.operators import combined, counts_to_kth, random_words
+from gradstats.primitives.operators import combined, magnitude_bits, random_words
 
 __all__ = [
     "bernoulli",
@@ -37,10 +37,27 @@ PROGRAMS = 1024
 MOST_BLOCKS = 512
 """Blocks summed by one program at most: a product of as many mantissas stays within float64's range."""
 
+COPIES = 16
+"""Histograms that programs share, each of them added to by some: one alone keeps them waiting for its fullest bins."""
+
+SAMPLED = 1 << 20
+"""Elements from which a sample bounds the k-th magnitude: of fewer all are counted in the time of its launches."""
+
+SAMPLE = 1 << 16
+"""Elements of that sample."""
+
+_DEVIATIONS = 5.0
+"""Deviations by which the bound is below what the sample says: it misses once in three million independent ones."""
+
+_DIGITS = (16, 15)
+"""Bits of a magnitude that are counted at a time, from the highest."""
+
 _MASK = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _ONE = tl.constexpr(0x3F800000)
+_NONE = 0x7FFFFFFF
+"""Above the bits of every magnitude."""
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -110,12 +127,15 @@ def _sums_kernel(
 
 
 @triton.jit
-def _counts_kernel(x, found, zeros, numel, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the elements of one block by their leading bits, and its zeros."""
+def _counts_kernel(
+    x, found, zeros, numel, SHIFT: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Count the elements of one block by their leading bits, in one of some histograms, and its zeros."""
     program = tl.program_id(0).to(tl.int64)
     _, inside, _, bits = _loaded(x, program * BLOCK, numel, BLOCK)
+    own = found + (program % COPIES) * ((_MASK >> SHIFT) + 1)
     # zeros, of which a gradient may have many, would all wait for one counter
-    tl.atomic_add(found + (bits >> SHIFT), 1, mask=bits > 0, sem="relaxed")
+    tl.atomic_add(own + (bits >> SHIFT), 1, mask=bits > 0, sem="relaxed")
     tl.store(zeros + program, tl.sum((inside & (bits == 0)).to(tl.int32)))
 
 
@@ -150,14 +170,25 @@ def _ordered(x, start, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _digits_kernel(
-    x, found, prefix, numel, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    found,
+    prefix,
+    least,
+    most,
+    numel,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Count the next digits of one block's magnitudes that begin with those found, zeros left out."""
+    """Count the next digits of one block's magnitudes that begin with those found, from the least to below the most."""
     program = tl.program_id(0).to(tl.int64)
-    _, _, _, bits = _ordered(x, program * BLOCK, numel, BLOCK)
-    begun = ((bits >> SHIFT) >> WIDTH) == tl.load(prefix).to(tl.int32)
-    digit = (bits >> SHIFT) & ((1 << WIDTH) - 1)
-    tl.atomic_add(found + digit, 1, mask=begun & (bits > 0), sem="relaxed")
+    low, high = tl.load(least), tl.load(most)
+    if low < high:
+        _, _, _, bits = _ordered(x, program * BLOCK, numel, BLOCK)
+        begun = ((bits >> SHIFT) >> WIDTH) == tl.load(prefix).to(tl.int32)
+        digit = (bits >> SHIFT) & ((1 << WIDTH) - 1)
+        counted = begun & (bits >= low) & (bits < high)
+        tl.atomic_add(found + digit, 1, mask=counted, sem="relaxed")
 
 
 @triton.jit
@@ -263,7 +294,7 @@ def _counter(x: torch.Tensor) -> torch.dtype:
     return torch.int32 if x.numel() < 2**31 else torch.int64
 
 
-def _summed(x: torch.Tensor, low: int, **constants: bool) -> Sums:
+def _summed(x: torch.Tensor, low: int, **constants: bool) -> torch.Tensor:
     """Combine the rows of :func:`_sums_kernel`."""
     blocks = triton.cdiv(x.numel(), BLOCK)
     # a power of two: each is compiled by itself
@@ -275,30 +306,32 @@ def _summed(x: torch.Tensor, low: int, **constants: bool) -> Sums:
     return combined(rows)
 
 
-def sums(x: torch.Tensor, above: float, log: bool) -> Sums:
-    """Return the sums over finite non-zero |x| ≥ above."""
+def sums(x: torch.Tensor, above: float, log: bool) -> torch.Tensor:
+    """Return the sums over finite non-zero |x| ≥ above, on the device."""
     return _summed(x, max(_bits(above), 1), SIGNED=False, LOG=log)
 
 
 def tail(x: torch.Tensor, above: float) -> tuple[int, float, float]:
     """Return (count, Σ|x|, Σx²) over finite non-zero |x| ≥ above."""
-    count, _, _, total, squares, _, _ = sums(x, above, False)
-    return count, total, squares
+    count, _, _, total, squares, _, _ = sums(x, above, False).tolist()
+    return int(count), total, squares
 
 
 def signed(x: torch.Tensor) -> tuple[int, float, float]:
     """Return (count, Σx, Σx²) over the finite elements."""
-    count, _, _, total, squares, _, _ = _summed(x, 0, SIGNED=True, LOG=False)
-    return count, total, squares
+    count, _, _, total, squares, _, _ = _summed(x, 0, SIGNED=True, LOG=False).tolist()
+    return int(count), total, squares
 
 
 def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the elements by their leading bits, NaN too, and leave the counts on the device."""
     programs = triton.cdiv(x.numel(), BLOCK)
-    found = torch.zeros(1 << (8 + bits), dtype=_counter(x), device=x.device)
+    # of few elements there is little to wait for, and copies have to be added up
+    copies = COPIES if x.numel() >= SAMPLED else 1
+    found = torch.zeros((copies, 1 << (8 + bits)), dtype=_counter(x), device=x.device)
     zeros = torch.zeros(programs, dtype=torch.int32, device=x.device)
-    _launch(_counts_kernel, programs, x, found, zeros, x.numel(), SHIFT=23 - bits)
-    return found.long(), zeros.sum()
+    _launch(_counts_kernel, programs, x, found, zeros, x.numel(), SHIFT=23 - bits, COPIES=copies)
+    return found.sum(0), zeros.sum()
 
 
 def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,17 +349,54 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
     return indices, values
 
 
+def _bound(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the bits of a magnitude that k elements almost surely reach, at least 1, on the device."""
+    if x.numel() >= SAMPLED:
+        some = magnitude_bits(x.view(-1)[:: x.numel() // SAMPLE])
+        expected = k * some.numel() / x.numel()
+        # deviations of a Poisson count, and a constant for small counts, which are skewed
+        rank = math.ceil(expected + _DEVIATIONS * math.sqrt(expected) + _DEVIATIONS)
+        if rank <= some.numel():
+            return some.topk(rank, sorted=False).values.min().view(1).clamp_(min=1)
+    return torch.ones(1, dtype=torch.int32, device=x.device)
+
+
+def _kth_bits(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bits of the k-th largest magnitude, and how many with these bits are among the k; on the device."""
+    programs = triton.cdiv(x.numel(), BLOCK)
+    kth = torch.zeros(1, dtype=torch.int64, device=x.device)
+    rest, inside = kth + k, kth + x.numel()
+    least = _bound(x, k)
+    # above all: NaN, whose bits are zero here
+    most = torch.full_like(least, _NONE)
+    left = sum(_DIGITS)
+    for width in _DIGITS:
+        left -= width
+        found = torch.zeros(1 << width, dtype=_counter(x), device=x.device)
+        shape = {"SHIFT": left, "WIDTH": width}
+        _launch(_digits_kernel, programs, x, found, kth, least, most, x.numel(), **shape)
+        if width == _DIGITS[0] and x.numel() >= SAMPLED:
+            # the sample misled where fewer than k reach the bound: the others are counted too, else there are none
+            lower = torch.where(found.sum() < k, 1, least)
+            _launch(_digits_kernel, programs, x, found, kth, lower, least, x.numel(), **shape)
+            least = lower
+        found = found.long()
+        # what was left out: all that begin with the digits found are `inside`, and these are the smallest
+        found[:1] += inside - found.sum()
+        reached = found.flip(0).cumsum(0)
+        # from the highest digit down, the first with `rest` of them at or above it
+        place = torch.searchsorted(reached, rest)
+        digit = found.numel() - 1 - place
+        inside = found[digit]
+        rest = rest - (reached[place] - inside)
+        kth = (kth << width) | digit
+    return kth, rest
+
+
 def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ascending positions and values of exactly k elements: four reads, and no synchronisation."""
     programs = triton.cdiv(x.numel(), BLOCK)
-    counter = _counter(x)
-
-    def count(kth: torch.Tensor, shift: int, width: int) -> torch.Tensor:
-        found = torch.zeros(1 << width, dtype=counter, device=x.device)
-        _launch(_digits_kernel, programs, x, found, kth, x.numel(), SHIFT=shift, WIDTH=width)
-        return found.long()
-
-    kth, ties = counts_to_kth(count, x, k)
+    kth, ties = _kth_bits(x, k)
     hits = torch.zeros((2, programs), dtype=torch.int32, device=x.device)
     _launch(_ranks_kernel, programs, x, *hits, kth, x.numel())
     # exactly k elements are kept, so every place is written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, kth_largest, numel_of, select
-from gradstats.primitives.arrays import taken
+from gradstats.primitives.arrays import is_tensor, strided, taken
 from gradstats.primitives.moments import count_above
 from gradstats.primitives.ratio import check_number, shown
 from gradstats.primitives.select import keep
@@ -22,6 +23,9 @@ __all__ = ["DGC"]
 Sampling: TypeAlias = Literal["paper", "program"]
 _LOWER, _TIMES = 0.8, 10
 """The program lowers its threshold by this factor while fewer than this share of k are selected, so often at most."""
+
+_OFFSETS = 1 << 16
+"""Offsets drawn at most, which repeat after so many runs: few numbers are drawn, and moved to a device."""
 
 
 class DGC(RandomEstimator):
@@ -47,9 +51,10 @@ class DGC(RandomEstimator):
     largest of them replaces it (hierarchical re-selection).
 
     Differs from the paper in the sample: one element, at random, of each run of 1/`sample_ratio` consecutive ones, so
-    that every region of the gradient is represented and no element is drawn twice; the program's rule takes every n-th
-    element, from a random one on, as the program does. Differs from the program in which elements go where up to 1.3 k
-    reach the threshold: the smallest, and not the last by position.
+    that every region of the gradient is represented and no element is drawn twice (places in the runs repeat after
+    65,536 of them); the program's rule takes every n-th element, from a random one on, as the program does. Differs
+    from the program in which elements go where up to 1.3 k reach the threshold: the smallest, and not the last by
+    position.
 
     A sample of s elements estimates k with a standard deviation of about √(k·d/s), ±60 % of k at k = 270 and 1 %: the
     estimate is noisy for small gradients by construction.
@@ -71,24 +76,27 @@ class DGC(RandomEstimator):
             raise InputError(f"rule must be paper or program, not {shown(rule)}")
         self.rule = rule
 
-    def _one_of_each_run(self, numel: int, k: int) -> tuple[NDArray[np.int64], int]:
-        """Return the positions of one random element of each run, and how many of them are wanted."""
+    def _one_of_each_run(self, x: Array, k: int) -> tuple[Array, int]:
+        """Return one random element of each run, and how many of them are wanted."""
+        numel = numel_of(x)
         # a tiny ratio has an infinite inverse, or one beyond int64
         run = max(1, round(min(1 / self.sample_ratio, 2.0**62)))
-        starts = np.arange(0, numel, run)
-        picks = starts + self._generator.integers(0, run, size=starts.size)
+        runs = -(-numel // run)
+        offsets = self._generator.integers(0, run, size=min(runs, _OFFSETS))
         # the last run may be shorter than the others
-        picks = picks[picks < numel]
-        if picks.size == 0:  # the one run's pick fell beyond a tiny gradient's end
-            picks = np.zeros(1, np.int64)
-        return picks, max(1, round(k * picks.size / numel))
+        beyond = (runs - 1) * run + int(offsets[(runs - 1) % _OFFSETS]) >= numel
+        if beyond and runs == 1:  # of a tiny gradient the first
+            offsets, beyond = np.zeros(1, np.int64), False
+        sample = taken(x, _positions(x, run, offsets, runs - beyond))
+        return sample, max(1, round(k * (runs - beyond) / numel))
 
-    def _every_nth(self, numel: int, k: int) -> tuple[NDArray[np.int64], int]:
-        """Return the positions that the program samples, and how many of them are wanted."""
+    def _every_nth(self, x: Array, k: int) -> tuple[Array, int]:
+        """Return the elements that the program samples, and how many of them are wanted."""
+        numel = numel_of(x)
         # ⌈2d/k⌉ elements contain two of the wanted ones, on average
         two = -(-2 * numel // k)
         if numel <= two:
-            return np.arange(numel), k
+            return x, k
         # strides as in the authors' program: odd, near a multiple of 32, and 8 less until the sample is large enough
         least = max(math.ceil(numel * self.sample_ratio), two)
         stride = 32 * math.ceil(numel / least / 32) + 1
@@ -96,13 +104,13 @@ class DGC(RandomEstimator):
             stride -= 8
         start = int(self._generator.integers(stride))
         # ⌈k·s/d⌉, rounded up as there
-        return np.arange(start, numel, stride), -(-(numel // stride) * k // numel)
+        return strided(x, stride, start), -(-(numel // stride) * k // numel)
 
     def find(self, x: Array, k: int) -> Result:
         """Find the k-th largest of a sample, or of what reaches it where that is too much."""
         program = self.rule == "program"
-        indices, wanted = (self._every_nth if program else self._one_of_each_run)(numel_of(x), k)
-        threshold = kth_largest(taken(x, indices), wanted)
+        sample, wanted = (self._every_nth if program else self._one_of_each_run)(x, k)
+        threshold = kth_largest(sample, wanted)
         candidates = select(x, threshold)
         found = len(candidates)
         if program:
@@ -116,11 +124,21 @@ class DGC(RandomEstimator):
             threshold = kth_largest(candidates.values, k)
             candidates = keep(candidates, threshold)
         details = {
-            "sample": int(indices.size),
+            "sample": numel_of(sample),
             "candidates": found,
             "reselected": reselected,
         }
         return Result(threshold, details, candidates)
+
+
+def _positions(x: Array, run: int, offsets: NDArray[np.int64], runs: int) -> Array:
+    """Return one position of each of the first runs, where the array is: its start, and the next of the offsets."""
+    if not is_tensor(x):
+        return np.arange(runs) * run + np.resize(offsets, runs)
+    torch = sys.modules["torch"]
+    there = torch.from_numpy(offsets).to(x.device).repeat(-(-runs // len(offsets)))[:runs]
+    positions: Array = torch.arange(runs, device=x.device) * run + there
+    return positions
 
 
 def _lowered(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import time
 import uuid
 from array import array
@@ -27,7 +28,6 @@ from gradstats.files import write_file, write_link
 from gradstats.primitives.arrays import Array, as_numpy
 from gradstats.primitives.backend import device_code
 from gradstats.primitives.blocks import BLOCK
-from gradstats.primitives.histogram import histogram
 from gradstats.trace.format import (
     BIN_CHUNK,
     BINS,
@@ -697,6 +697,10 @@ def _settle(group: Path, specs: Mapping[str, ArraySpec], capacity: int) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+_AT_ONCE = 128
+"""Layers that a device counts before the host waits for it; their histograms take 34 MB there."""
+
+
 class _Tally:
     """Histograms and statistics of a gradient's layers, those of ``sketch(layer, 7)``.
 
@@ -744,16 +748,22 @@ class _Tally:
             )
         return sums
 
-    def _count_on_device(self, values: Array) -> list[Sequence[float]]:
-        code = device_code(values)
+    def _count_on_device(self, values: Any) -> NDArray[np.float64]:
+        torch, code = sys.modules["torch"], device_code(values)
         assert code is not None
-        whole = np.zeros(256 << BITS, np.uint32)
-        for i, place in enumerate(self._places):
-            whole[:BINS] = histogram(values[place], BITS).counts
-            rows = whole.reshape(-1, BIN_CHUNK)
-            for chunk in np.flatnonzero(rows.any(axis=1)).tolist():
+        sums = []
+        for start in range(0, len(self._places), _AT_ONCE):
+            parts = [values[place] for place in self._places[start : start + _AT_ONCE]]
+            # as the host's bins, to the bit: counts are below 2³²
+            counts = torch.stack([code.counts(part, BITS)[0].to(torch.int32) for part in parts])
+            counts[:, BINS:] = 0
+            chunks = counts.view(len(parts), -1, BIN_CHUNK)
+            used = np.flatnonzero(chunks.any(2).any(0).cpu().numpy())
+            found = chunks[:, torch.from_numpy(used).to(counts.device)].cpu().numpy()
+            for i, chunk in enumerate(used.tolist()):
                 if not self._used[chunk]:
                     # cleared when first marked, since it may hold an earlier gradient's counts
                     self._counts[chunk], self._used[chunk] = 0, True
-                self._counts[chunk, i] = rows[chunk]
-        return [code.sums(values[place], 0.0, True) for place in self._places]
+                self._counts[chunk, start : start + len(parts)] = found[:, i].view(np.uint32)
+            sums.append(torch.stack([code.sums(part, 0.0, True) for part in parts]).cpu().numpy())
+        return np.concatenate(sums) if sums else np.empty((0, len(STATISTICS)))

@@ -17,6 +17,8 @@ import pytest
 import torch
 from conftest import ROOT
 
+from gradstats.primitives.backend import MANY
+
 
 @pytest.mark.slow
 def test_every_kernel_compiles_ahead_of_time_without_spills(tmp_path):
@@ -73,7 +75,10 @@ def test_the_page_has_what_was_measured_on_a_gpu():
         assert f"<!-- {mark} -->\n{table}\n<!-- /{mark} -->" in page
     # the sentences beside the tables
     compared = [r for r in rows if "wrong" in r]
-    assert [r["wrong"] for r in compared] == [[]] * len(compared)
+    (wrong,) = [each for r in compared for each in r["wrong"]]
+    assert "topk, memory adam, float32" in wrong
+    off = round(100 * float(re.search(r"off by ([\d.]+) of their way", wrong).group(1)))
+    assert f"which is {off} % off" in page
     trainings = sum(r["count"] for r in compared if r["part"] == "trainings")
     selections = sum(r["count"] for r in compared if r["part"] == "selections")
     assert f"{selections:,} selections and {trainings} trainings" in page
@@ -89,12 +94,32 @@ def test_the_page_has_what_was_measured_on_a_gpu():
         millions: [
             took - steps[millions, "none", "none"]
             for (of, name, _), took in steps.items()
-            if of == millions and name not in ("none", "lags") and (of, name) != (25, "sidco-e")
+            if of == millions and name not in ("none", "lags, exactly")
         ]
         for millions in (25, 85)
     }
     small, large = (f"{min(c):.0f} to {max(c):.0f}" for c in costs.values())
     assert f"Most hooks take {small} ms of 26 million parameters and {large} of 85 million" in page
+    timed = [r for r in rows if r["part"] == "latency"]
+    faster = {(r["what"], r["backend"], r["numel"], r["ratio"]) for r in timed if r["speedup"] > 1}
+    assert min(r["numel"] for r in timed) < MANY < min(numel for *_, numel, _ in faster)
+    slow = {
+        (r["what"], r["ratio"])
+        for r in timed
+        if (r["backend"], r["numel"]) == ("triton", 260_000_000) and r["speedup"] < 1
+    }
+    assert slow == {
+        *(("histogram", ratio) for ratio in (0.1, 0.01, 0.001)),
+        *(("sidco-gp", ratio) for ratio in (0.01, 0.001)),
+        *(("sidco-p", 0.001), ("exactly k", 0.1)),
+    }
+    always, tenth = {"hard", "redsync", "micro"}, {"sidco-e", "sidco-gp", "sidco-p"}
+    assert {(what, ratio) for what, by, n, ratio in faster if n == 26_000_000} == {
+        *((each, ratio) for each in always for ratio in (0.1, 0.01, 0.001)),
+        *((each, 0.1) for each in tenth),
+    }
+    most = max(r["speedup"] for r in timed if r["backend"] == "torch")
+    assert f"more than {most:.2f} times as fast" in page
     (device,) = {r["device"] for r in rows}
     version = ".".join(rows[0]["torch"].split(".")[:2])
     assert f"{device} with PyTorch {version} " in page

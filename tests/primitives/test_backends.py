@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -16,6 +17,7 @@ import pytest
 import torch
 from support import hostile
 from support.every import every
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradstats
 from gradstats import primitives
@@ -119,6 +121,71 @@ def test_the_same_sums_as_the_compiled_loops(name, chunk, odd):
     with backend(name):
         found = signed_sums(plain)
     assert all(same(a, b) for a, b in zip(found, signed_sums(plain), strict=True))
+
+
+@every("dtype", [torch.float32, torch.bfloat16])
+@every("misleads", [False, True])
+def test_exactly_k_by_a_sampled_bound(name, misleads, dtype, monkeypatch):
+    """A sample of every eighth element bounds the k-th; where it sees the largest alone, all are counted again."""
+    if name == "triton":
+        kernels = importlib.import_module("gradstats.primitives.triton_kernels")
+        monkeypatch.setattr(kernels, "SAMPLED", 1000)
+        monkeypatch.setattr(kernels, "SAMPLE", 5000)
+    monkeypatch.setattr(operators, "CHUNK", 7000)
+    x = torch.from_numpy(np.random.default_rng(1).laplace(size=40_000)).to(dtype)
+    if misleads:
+        x[::8] *= 1000
+    x[1::997], x[2::997], x[3::997] = math.nan, math.inf, -math.inf
+    # compared as whole numbers, in which NaN is nothing
+    magnitude = x.float().abs().nan_to_num(0.0, math.inf).numpy()
+    for k in (1, 100, 400, 6000, 30_000, 39_990):
+        expected = np.sort(np.argsort(-magnitude, kind="stable")[:k])
+        with backend(name):
+            found = primitives.topk(x, k)
+        assert np.array_equal(found.indices, expected)
+        assert torch.equal(found.values, x[found.indices].nan_to_num(0.0, math.inf, -math.inf))
+
+
+@every("odd", ODD[:8], ids=lambda odd: odd.name)
+def test_one_histogram_of_some_copies(odd, monkeypatch):
+    """Each program adds to one of them."""
+    kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)
+    monkeypatch.setattr(kernels, "SAMPLED", 0)
+    with backend("triton"):
+        found = histogram(odd.value)
+    assert np.array_equal(found.counts, histogram(odd.value).counts)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_large_cuda_tensors_are_read_by_triton_where_it_runs(runs, monkeypatch):
+    """By torch's operators where it does not, or where they are small, float64 or strided."""
+    kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)
+    monkeypatch.setattr(backends, "triton_runs", lambda index: runs)
+    with FakeTensorMode():  # tensors of a device that there is not
+        large, small = (torch.empty(backends.MANY - i, device="cuda") for i in (0, 1))
+        cases = [
+            (large, kernels if runs else operators),
+            (large.bfloat16(), kernels if runs else operators),
+            (small, operators),
+            (large.double(), operators),
+            (torch.empty(2, backends.MANY, device="cuda").T, operators),
+        ]
+        for tensor, code in cases:
+            assert device_code(tensor) is code
+            with backend("compiled"):
+                assert device_code(tensor) is None
+
+
+def test_where_triton_does_not_run_it_is_said_once():
+    """Here no CUDA device can hold the element it tries."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton may run on this machine's GPU")
+    backends.triton_runs.cache_clear()
+    with pytest.warns(UserWarning, match="torch's operators read large CUDA tensors"):
+        assert not backends.triton_runs(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not backends.triton_runs(0)
 
 
 @every("odd", ODD, ids=lambda odd: odd.name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from gradstats.primitives.moments import signed_sums
 from gradstats.thresholds import ESTIMATORS, make_estimator
 from gradstats.thresholds.bench import sample_gradient
 from gradstats.thresholds.exact import _SAMPLE
+from gradstats.trace import writer as trace_writer
 
 SCALARS = 1000
 """Bytes that a threshold may move."""
@@ -149,6 +152,8 @@ def test_how_often_the_host_waits(name, gradient, monkeypatch):
         (lambda: histogram_quantile(gradient, 6000, 10), 1),
         (lambda: histogram(gradient), 3),
         (lambda: select(gradient, 1e-2), chunks),
+        (lambda: top_candidates(gradient, 6000), 1 + chunks),
+        (lambda: monkeypatch.setattr(operators, "WHOLE", 1), 0),
         (lambda: top_candidates(gradient, 6000), 3 + chunks),
         (lambda: topk(gradient, 6000), 0),
     ):
@@ -258,3 +263,30 @@ def test_selectors_move_scalars(name, gradient):
             with Moved() as moved:
                 selector.select(gradient)
             assert moved.bytes <= SCALARS, moved.calls
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_device_counts_the_layers_of_a_sketched_step_and_the_host_waits_three_times(
+    name, monkeypatch
+):
+    """Counts are those of the host, of every step: chunks of bins that only an earlier step had are empty again."""
+    if name == "triton":
+        pytest.importorskip("triton", reason="Triton is installed with the extra dev, on Linux")
+    monkeypatch.setattr(trace_writer, "_AT_ONCE", 3)
+    rng = np.random.default_rng(4)
+    sizes = [4000, 1, 0, 777, 50, 3000, 9]
+    edges = np.cumsum([0, *sizes])
+    places = [slice(a, b) for a, b in pairwise(edges.tolist())]
+    there, here = trace_writer._Tally(places), trace_writer._Tally(places)
+    for scale in (1.0, 1e-30, 1e30, 1e-4):  # each has bins that no other has
+        values = torch.from_numpy((scale * rng.laplace(size=edges[-1])).astype(np.float32))
+        values[::11], values[4500], values[4600], values[4700] = 0, math.nan, math.inf, 1e-44
+        with backend(name), Moved() as moved:
+            counts, moments = there(values)
+        expected, sums = here(values)
+        assert counts.keys() == expected.keys()
+        assert all(np.array_equal(counts[c], expected[c]) for c in counts)
+        assert np.array_equal(moments[:, :3], sums[:, :3])
+        assert np.allclose(moments, sums, rtol=1e-12)
+        # seven layers, three at a time: which bins there are, their counts, and the sums
+        assert moved.calls.total() == 3 * 3, moved.calls
