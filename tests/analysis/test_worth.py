@@ -74,6 +74,12 @@ def test_a_plan_goes_first():
         ({"sound": False}, "Not before the data is sound: it has NaN or infinite elements"),
         ({"nonzero": 0.001}, "It is sparse already: at ratio 0.001 nothing is lost"),
         ({"shares": {0: {0.1: 0.27, 0.01: 0.03}}}, "Hardly: it has no large elements to send"),
+        # a normal vector's share, and a little more
+        ({"shares": {0: {0.1: 0.44, 0.01: 0.3}}}, "Hardly: it has no large elements to send"),
+        (
+            {"shares": {0: {0.1: 0.45, 0.01: 0.03}}},
+            "If the network is slow: try dense-bf16",
+        ),
     ],
 )
 def test_what_the_data_forbids(given, headline):

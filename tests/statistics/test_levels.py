@@ -10,7 +10,8 @@ import torch
 
 from gradstats import pot, sketch
 from gradstats.primitives.levels import Levels, levels_beyond
-from gradstats.statistics.fitting import fit
+from gradstats.statistics.fitting import as_magnitudes, fit
+from gradstats.statistics.pot.peaks import disagreement
 from gradstats.statistics.solution import FitError, Flag
 
 N = 100_000
@@ -140,6 +141,17 @@ def test_continuous_magnitudes_are_no_levels(n):
         for k in (100, n // 100, n // 10, n // 2):
             assert levels_beyond(m, k) is None, (name, k)
             assert levels_beyond(coarse, k) is None, (name, k)
+
+
+@pytest.mark.parametrize(("n", "k"), [(4000, 40), (700, 10), (1000, 10)])
+def test_the_quantile_that_is_counted_is_that_of_one_in_a_hundred(n, k):
+    """Or of ten: it flags no fit by what fewer reach, and does by as many."""
+    excesses = -np.log1p(-(np.arange(n) + 0.5) / n)
+    law = fit(excesses, "laplace")
+    for large, flags in ((k - 1, ()), (k, (Flag.COUNTED,))):
+        values = excesses.copy()
+        values[n - large :] *= 100
+        assert disagreement(as_magnitudes(values), law, 1.0) == flags
 
 
 def test_counted_and_modelled_quantiles_that_disagree_are_flagged():

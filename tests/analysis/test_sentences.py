@@ -1,0 +1,114 @@
+"""Sentences and fields that must change with what they are said of: each is asked for on both sides."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from gradstats.analysis.decay import compressibility_records
+from gradstats.analysis.drift import _drift
+from gradstats.analysis.fits import fit_records
+from gradstats.analysis.info import describe
+from gradstats.analysis.verdicts.gradient import FEWEST, tail_weight
+from gradstats.analysis.verdicts.pairs import what_changed
+from gradstats.statistics.compressibility import compressibility
+from gradstats.trace import Layer, TraceWriter, create_trace
+from gradstats.trace.sources import open_source
+
+NAN = math.nan
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(3)
+
+
+@pytest.mark.parametrize(
+    ("c", "low", "high", "word"),
+    [
+        (0.3, 0.1, 0.5, "Heavy"),
+        (-0.3, -0.5, -0.1, "Short"),
+        (0.1, -0.1, 0.3, "Exponential"),
+        (-0.1, -0.3, 0.1, "Exponential"),
+        (0.3, 0.0, 0.6, "Exponential"),
+        (-0.3, -0.6, 0.0, "Exponential"),
+        (-0.7, NAN, NAN, "Short"),
+        (-0.4, NAN, NAN, "Exponential"),
+    ],
+)
+def test_a_tail_is_heavy_or_short_where_its_interval_says_so(c, low, high, word):
+    one = {"layer": "pooled", "step": 3, "n": FEWEST, "c": c, "c_low": low, "c_high": high}
+    verdict = tail_weight([one], [], spike=False, layers=1, designs={})
+    assert verdict.headline.startswith(f"{word} in the top tenth: ξ = ")
+    assert ("no interval" in verdict.numbers) == math.isnan(low)
+
+
+def changed(**given):
+    usual = {"changed": 0.25, "changed_bf16": 0.125, "dtype": "fp32", "predicted": 0.5}
+    usual |= {"law": "laplace", "bytes": 4000, "numel": 1000, "bytes_a": 500, "bytes_b": 250}
+    return what_changed(usual | given)
+
+
+@pytest.mark.parametrize("law", ["dgamma", "rate", "t"])
+def test_what_changed_names_what_it_was_predicted_from(law):
+    what = "updates of this rate" if law == "rate" else law
+    assert f"(50 % predicted from {what})" in changed(law=law)
+
+
+def test_what_changed_says_the_share_and_the_shortest_message():
+    assert changed().startswith("25 % of the weights differ, 12.5 % in bf16 (50 % predicted")
+    assert changed(dtype="bf16", predicted=NAN).startswith("25 % of the weights differ; ")
+    assert changed().endswith("the shortest message is b: 250 bytes of 4 kB, 2.00 bits a weight")
+    assert "message is a: 200 bytes" in changed(bytes_a=200)
+    assert changed(changed=0.0) == "no weight differs"
+
+
+def test_losses_are_those_of_the_first_and_last_step_that_have_one(tmp_path):
+    create_trace(tmp_path / "a.zarr", [Layer("w", 0, (8,))])
+    writer = TraceWriter(tmp_path / "a.zarr", 0)
+    for step, loss in enumerate([NAN, 4.0, 3.0, 2.0, 1.5, NAN]):
+        writer.append(step, {"gradient": np.ones(8, np.float32)}, loss=loss, learning_rate=0.1)
+    writer.close()
+    facts = describe(open_source(tmp_path / "a.zarr"))
+    assert facts["loss"] == "4.00 at step 1 to 1.50 at step 4"
+    assert facts["learning rate"] == "0.100"
+
+
+def test_a_law_that_cannot_describe_a_layer_is_tested_on_nothing(rng):
+    source = open_source({"a": rng.laplace(size=5000).astype(np.float32), "b": np.ones(3000)})
+    found = fit_records(
+        source, ["laplace", "lognorm"], per_layer=True, replicates=19, size=500, layers=["b"]
+    )
+    tested = {(r["layer"], r["model"]): r for r in found}
+    unfit = [r for r in found if not r["params"]]
+    assert unfit
+    for record in unfit:
+        assert record["subsample"] == 0
+        assert all(math.isnan(record[name]) for name in ("p_value", "p_naive", "p_holm"))
+    assert tested["all", "laplace"]["subsample"] == 500
+    assert tested["all", "laplace"]["p_value"] >= 0.05
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.6])
+def test_intervals_of_a_decay_are_those_of_the_array(zeros, rng):
+    """By runs, whose replicates reach twice as far as the window, which zeros are no part of."""
+    x = (rng.standard_t(3, size=30_000) * (rng.random(30_000) >= zeros)).astype(np.float32)
+    expected = compressibility(x, layers=[0])
+    found = compressibility_records([open_source({"a": x})])[0]
+    assert found["p"] == pytest.approx(expected.p, rel=1e-12)
+    for name in ("runs_low", "runs_high"):
+        assert math.isfinite(found[name])
+        assert found[name] == pytest.approx(getattr(expected, name), rel=1e-12)
+
+
+def test_changes_are_those_over_the_most_common_distance(rng):
+    """Of a series that is captured densely now and then: growth by a tenth in ten steps is not that of one."""
+    steps = np.cumsum(np.tile([10, 10, 10, 1], 30))
+    series = 1.1 ** (steps / 10) * np.exp(1e-4 * rng.normal(size=steps.size))
+    found = _drift(steps, series[:, None])
+    assert found["spacing"] == 10
+    assert found["change_low"] == pytest.approx(1.1, rel=1e-3)
+    assert found["change_high"] == pytest.approx(1.1, rel=1e-3)
+    assert found["slope"] == pytest.approx(1.1**10 - 1, rel=1e-2)
