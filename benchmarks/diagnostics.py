@@ -1,9 +1,10 @@
 """Studies of compressors in real training, beyond their losses.
 
-    python benchmarks/diagnostics.py [NAME …]
+    python benchmarks/diagnostics.py [NAME …] [--data-dir FOLDER]
 
 Each study trains ResNet-20 on the embedded digits and writes flat records to docs/results/NAME.json, which ``make
-figures`` draws. ``timeline`` and ``time_split`` need a quiet machine; nothing else depends on the clock.
+figures`` draws. ``bench_models`` trains larger models, on the data sets in the subfolders of a folder, and runs only
+where it is named. It, ``timeline`` and ``time_split`` need a quiet machine; nothing else depends on the clock.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from records import RESULTS, dump, stored
 
 import gradstats
 from capture.workloads import RunConfig, run
+from gradstats.thresholds.bench import bench
 
 Records = list[dict[str, Any]]
 
@@ -27,10 +29,10 @@ Records = list[dict[str, Any]]
 def train(compressor: str, **settings: Any) -> tuple[Any, gradstats.Trace]:
     """Train while sketches and diagnoses are captured; return the result and the trace."""
     folder = Path(tempfile.mkdtemp(prefix="gradstats-"))
+    usual = {"workload": "resnet20-digits", "store": "sketches", "label": compressor, "every": 1}
     config = RunConfig(
-        workload="resnet20-digits", compressor=compressor, store="sketches", out=folder / "run.zarr",
-        ranks=(0,), **{"label": compressor, "every": 1, **settings},
-    )  # fmt: skip
+        compressor=compressor, out=folder / "run.zarr", ranks=(0,), **{**usual, **settings}
+    )
     return run(config), gradstats.open_trace(folder / "run.zarr")
 
 
@@ -113,9 +115,33 @@ def time_split() -> Records:
     return [{f: row[f] for f in fields} for row in rows if row.get("compute", 0) > 0]
 
 
-STUDIES: dict[str, Callable[[], Records]] = {
+MODELS = {
+    "resnet20-cifar10": "cifar-10-batches-bin",
+    "vgg16-cifar10": "cifar-10-batches-bin",
+    "lstm-ptb": "ptb",
+}
+"""Models of SIDCo's figures 14 and 15, and the folder of their data; its fourth needs ImageNet."""
+
+
+def bench_models(data: Path) -> Records:
+    """Time selection in gradients with error feedback of three models, after 4, 8 and 12 steps (SIDCo's figure 15)."""
+    records: Records = []
+    for workload, folder in MODELS.items():
+        _, trace = train(
+            "topk", workload=workload, data_dir=data / folder, nproc=1, steps=13, every=4,
+            ratio=0.001, store="gradients", kinds=("corrected",),
+        )  # fmt: skip
+        gradients = [[trace.read(step, kind="corrected")] for step in trace.steps()[1:]]
+        found = bench((), gradients={workload: gradients}, threads=(1,), repeats=7, published=True)
+        records += [{k: v for k, v in r.items() if k not in ("rounds", "memory")} for r in found]
+    return records
+
+
+STUDIES: dict[str, Callable[..., Records]] = {
     f.__name__: f for f in (build_up, overlap, delta, matching_rate, sidco, timeline, time_split)
 }
+ASKED: dict[str, Callable[..., Records]] = {"bench_models": bench_models}
+"""Studies that run only where they are named."""
 
 
 def summary(name: str, records: Records) -> str:
@@ -163,10 +189,13 @@ def summary(name: str, records: Records) -> str:
 def main() -> None:
     """Run the named studies, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    names = ", ".join(STUDIES)
+    every = STUDIES | ASKED
+    names = ", ".join(every)
     parser.add_argument("names", nargs="*", default=list(STUDIES), metavar="NAME", help=names)
-    for name in parser.parse_args().names:
-        records = STUDIES[name]()
+    parser.add_argument("--data-dir", type=Path, default=Path("../shared/data"))
+    options = parser.parse_args()
+    for name in options.names:
+        records = every[name](options.data_dir) if name in ASKED else every[name]()
         rounded = [
             {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in r.items()}
             for r in records

@@ -189,6 +189,17 @@ def bench(records: list[dict]) -> Figure:
     return figure
 
 
+def bench_models(records: list[dict]) -> Figure:
+    """Draw the speed-up over top-k in captured gradients, a panel for each model (SIDCo's figure 14)."""
+    models = list(dict.fromkeys((r["gradient"], r["numel"]) for r in records))
+    title = "Speed-up over torch.topk in captured gradients with error feedback, one thread"
+    figure, axes = panels(1, len(models), title, width=4.6, height=6)
+    for (model, numel), ax in zip(models, axes[0], strict=True):
+        here = [r for r in records if r["gradient"] == model]
+        plots.latency_bars(here, ax, value="speedup", title=f"{model}, {numel:,} elements")
+    return figure
+
+
 def single(draw: Callable[..., Axes], title: str, records: list[dict]) -> Figure:
     """Draw records in one panel."""
     figure, [[ax]] = panels(1, 1, title, width=6.8, height=3.9)
@@ -254,6 +265,7 @@ def plateau(names: Sequence[str], value: str, by: str, title: str, rows: list[di
 
 LIVE: dict[str, Callable[[list[dict]], Figure]] = {
     "bench": bench,
+    "bench_models": bench_models,
     "build_up": partial(single, plots.build_up, f"{DIGITS}, ratio 0.01: mean of steps 10 to 29"),
     "delta": partial(single, plots.lags_delta, f"{DIGITS}, four ranks, LAGS-SGD at ratio 0.001"),
     "matching_rate": partial(single, plots.matching_rate, f"{DIGITS}, four ranks"),

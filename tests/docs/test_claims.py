@@ -122,6 +122,20 @@ def mixture() -> str:
     return "\n".join(lines)
 
 
+def captured() -> str:
+    """Return speed-up over torch.topk and k̂/k in captured gradients, at ratio 0.001."""
+    rows = [r for r in stored("bench_models.json") if r["ratio"] == 0.001]
+    models = dict.fromkeys((r["gradient"], r["numel"]) for r in rows)
+    heads = "".join(f" {model}, {numel:,} | k̂/k |" for model, numel in models)
+    lines = [f"| rule |{heads}", "|---" + "|---:" * (2 * len(models)) + "|"]
+    for rule in dict.fromkeys(r["compressor"] for r in rows):
+        if rule != "torch.topk":
+            of = [r for r in rows if r["compressor"] == rule]
+            cells = "".join(f" {r['speedup']:.3g} | {r['quality']:.2f} |" for r in of)
+            lines.append(f"| `{rule}` |{cells}")
+    return "\n".join(lines)
+
+
 IN_SHORT = (
     "warm-exact", "exact", "histogram", "sidco-e", "torch.topk", "torch.kthvalue", "dgc", "gaussiank",
 )  # fmt: skip
@@ -143,6 +157,7 @@ def tables() -> dict[tuple[str, str], str]:
         ("measurements", "trace sizes"): trace_sizes.table(stored("trace_sizes.json")),
         ("network", "growth"): growth.table(stored("growth.jsonl")),
         ("systems", "hook"): hook_overhead.table(stored("hook_overhead.json")),
+        ("measurements", "bench models"): captured(),
         ("measurements", "bench"): render(stored("bench.json"), "markdown", columns=BENCH),
         ("statistics", "mixture"): mixture(),
     }
@@ -726,3 +741,20 @@ if __name__ == "__main__":
             put(ROOT / "docs" / f"{page}.md", mark, text)
     for begin, fact in [*facts(), *paper_rows(), *sentences()]:
         print(f"{begin} …: {fact}")
+
+
+def test_captured_gradients_are_as_the_page_says():
+    rows = {
+        (r["gradient"], r["compressor"]): r
+        for r in stored("bench_models.json")
+        if r["ratio"] == 0.001
+    }
+    large, rules = ("vgg16-cifar10", "lstm-ptb"), ("sidco-e", "sidco-gp", "sidco-p")
+    exact = [f"{rows[m, 'exact']['speedup']:.0f}" for m in large]
+    (small,) = {f"{rows['vgg16-cifar10', r]['speedup']:.0f}" for r in rules}
+    other = sorted(rows["lstm-ptb", r]["speedup"] for r in rules)
+    kept = sorted(rows["lstm-ptb", r]["quality"] for r in rules)
+    page = (ROOT / "docs" / "measurements.md").read_text("utf-8")
+    assert f"exact selection is {exact[0]} and {exact[1]} times as fast" in page
+    assert f"SIDCo {small} and {other[0]:.0f} to {other[-1]:.0f} times" in page
+    assert f"{kept[0]:.2f} to {kept[-1]:.2f} of k" in page
