@@ -190,13 +190,14 @@ def bench(records: list[dict]) -> Figure:
 
 
 def bench_models(records: list[dict]) -> Figure:
-    """Draw the speed-up over top-k in captured gradients, a panel for each model (SIDCo's figure 14)."""
+    """Draw speed-up and latency in captured gradients, a column for each model (SIDCo's figures 14 and 15)."""
     models = list(dict.fromkeys((r["gradient"], r["numel"]) for r in records))
-    title = "Speed-up over torch.topk in captured gradients with error feedback, one thread"
-    figure, axes = panels(1, len(models), title, width=4.6, height=6)
-    for (model, numel), ax in zip(models, axes[0], strict=True):
-        here = [r for r in records if r["gradient"] == model]
-        plots.latency_bars(here, ax, value="speedup", title=f"{model}, {numel:,} elements")
+    title = "Captured gradients with error feedback, one thread"
+    figure, axes = panels(2, len(models), title, width=4.6, height=5.6)
+    for row, value in zip(axes, ("speedup", "seconds"), strict=True):
+        for (model, numel), ax in zip(models, row, strict=True):
+            here = [r for r in records if r["gradient"] == model]
+            plots.latency_bars(here, ax, value=value, title=f"{model}, {numel:,} elements")
     return figure
 
 

@@ -223,9 +223,16 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def _triton_reads(index: int) -> bool:
+    """Tell whether Triton's kernels run on a device, but not while a CUDA graph is captured, which trying would end."""
+    import torch
+
+    return not torch.cuda.is_current_stream_capturing() and triton_runs(index)
+
+
 @cache
 def triton_runs(index: int) -> bool:
-    """Tell whether Triton's kernels run on a CUDA device: a small one is compiled, or comes from Triton's cache.
+    """Tell whether Triton's kernels run on a CUDA device: one of each kind is compiled, or comes from Triton's cache.
 
     Parameters
     ----------
@@ -239,14 +246,19 @@ def triton_runs(index: int) -> bool:
     try:
         from gradstats.primitives import triton_kernels
 
+        if triton_kernels.INTERPRETED:  # a debugging aid, which takes minutes for a large tensor
+            return False
         one = torch.ones(1, device=torch.device("cuda", index))
-        return len(triton_kernels.select(one, 1.0)[0]) == 1
+        sums = triton_kernels.sums(one, 0.0, True).tolist()
+        counts = triton_kernels.counts(one, 7)[0].sum().item()
+        kept = [len(triton_kernels.select(one, 1.0)[0]), len(triton_kernels.topk(one, 1)[0])]
+        return [sums[0], counts, *kept] == [1, 1, 1, 1]
     except (
         Exception
     ) as error:  # no compiler, no headers, a device too old: torch's operators read what it would
         why = " ".join(str(error).split())[:200]
         warnings.warn(
-            f"Triton does not run here, so torch's operators read large CUDA tensors, 2 to 4 times slower: {why}",
+            f"Triton does not run here, so torch's operators read large CUDA tensors, at about half its speed: {why}",
             stacklevel=2,
         )
         return False
@@ -318,7 +330,7 @@ def device_code(x: Array) -> DeviceCode | None:
     device = x.device.type
     chosen = _Choice.active[-1:]  # one step: another thread may end its block
     name = chosen[0].name if chosen else _DEFAULTS.get(device, "compiled")
-    if not chosen and device == "cuda" and x.numel() >= MANY and triton_runs(x.device.index):
+    if not chosen and device == "cuda" and x.numel() >= MANY and _triton_reads(x.device.index):
         name = "triton"
     if name == "compiled":
         return None

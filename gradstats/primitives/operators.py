@@ -40,7 +40,8 @@ _DIGITS = 8
 """Binary digits after which words without undecided bits are left alone."""
 CHUNK = 1 << 22
 """Elements per chunk: a device reads them in the time of a few launches, and the temporaries are some 100 to 200 MB (of
-strided tensors some 300 MB: the positions of a chunk take eight bytes an element and dimension)."""
+strided tensors some 300 MB: the positions of a chunk take eight bytes an element and dimension; :func:`topk` takes up
+to 100 bytes for each of these, or of k elements if they are more)."""
 WHOLE = 1 << 24
 """Elements of which :func:`kth_magnitude` takes less than a sample and a pass; its temporaries are 67 MB of float32."""
 
@@ -317,7 +318,9 @@ def descend(
     """
     reached = counts[:finite].flip(0).cumsum(0)
     # of whole numbers, more than k is more than ⌊k⌋
-    place = torch.searchsorted(reached, reached.new_tensor([math.floor(k)]), right=True)
+    # filled there: a number that is moved is a wait
+    most = torch.full((1,), math.floor(k), dtype=reached.dtype, device=reached.device)
+    place = torch.searchsorted(reached, most, right=True)
     here = finite - 1 - place
     # `place` is one too far where no bin is reached; clamped, what is read is not used
     around = torch.cat([here - 1, here, here + 1]).clamp_(0, finite - 1)

@@ -113,19 +113,20 @@ class Tails(NamedTuple):
 
     def sum_log(self) -> float:
         """Return the sum of the logarithms of all magnitudes."""
-        weight, middle = self.sums[:-1, 3], middles(self.left, self.right)
-        if is_tensor(weight):
-            torch = sys.modules["torch"]
-            # 0 log 0 is 0: the cell of zeros, which half precision has, is empty
-            logs = torch.special.xlogy(weight, torch.from_numpy(middle).to(weight.device)).sum()
-        else:
-            # no product of BLAS, whose threads keep other ranks' cores busy and decide over the last bits
-            logs = (weight * np.log(middle)).sum()
-        return float(logs)
+        # no product of BLAS, whose threads keep other ranks' cores busy and decide over the last bits
+        return float((self.sums[:-1, 3] * np.log(middles(self.left, self.right))).sum())
 
 
 class DeviceTails(Tails):
-    """The same with the sums on the gradient's device, of which a look-up moves a row."""
+    """The same with the sums on the gradient's device, of which a look-up moves a row.
+
+    Attributes
+    ----------
+    middle : float64 tensor, shape (cells,)
+        Middles of the cells, on the device.
+    """
+
+    middle: Any
 
     def tail(self, threshold: float) -> tuple[int, float, float]:
         """Return number, sum and sum of squares of the magnitudes that reach a threshold.
@@ -139,6 +140,11 @@ class DeviceTails(Tails):
         if i == self.right.size:
             return 0, 0.0, 0.0
         return part_above(self.sums[i].tolist(), self.left.item(i), self.right.item(i), threshold)
+
+    def sum_log(self) -> float:
+        """Return the sum of the logarithms of all magnitudes."""
+        # 0 log 0 is 0: the cell of zeros, which half precision has, is empty
+        return float(sys.modules["torch"].special.xlogy(self.sums[:-1, 3], self.middle).sum())
 
 
 def first_reaching(ends: NDArray[np.float64], threshold: float) -> int:
@@ -239,7 +245,9 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         # the bins behind the last edge are infinity and NaN
         weight = code.counts(x, bits)[0][lowest : lowest + left.size]
         middle = _middles_there(x.device, bits, known)[lowest:]
-        return DeviceTails(left, right, operators.tail_sums(weight, middle))
+        found = DeviceTails(left, right, operators.tail_sums(weight, middle))
+        found.middle = middle
+        return found
     counts = _counts_from(x, bits, lowest)
     if lowest:  # from a threshold on most cells have a count; from zero on few
         return _of_counts(counts, lowest, bits, known)

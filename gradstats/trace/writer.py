@@ -758,12 +758,13 @@ class _Tally:
             counts = torch.stack([code.counts(part, BITS)[0].to(torch.int32) for part in parts])
             counts[:, BINS:] = 0
             chunks = counts.view(len(parts), -1, BIN_CHUNK)
-            used = np.flatnonzero(chunks.any(2).any(0).cpu().numpy())
-            found = chunks[:, torch.from_numpy(used).to(counts.device)].cpu().numpy()
-            for i, chunk in enumerate(used.tolist()):
+            used = np.flatnonzero(chunks.any(2).any(0).cpu().numpy()).tolist()
+            # cut one by one: positions that are moved to the device are a wait
+            found = torch.stack([chunks[:, chunk] for chunk in used]).cpu().numpy()
+            for i, chunk in enumerate(used):
                 if not self._used[chunk]:
                     # cleared when first marked, since it may hold an earlier gradient's counts
                     self._counts[chunk], self._used[chunk] = 0, True
-                self._counts[chunk, start : start + len(parts)] = found[:, i].view(np.uint32)
+                self._counts[chunk, start : start + len(parts)] = found[i].view(np.uint32)
             sums.append(torch.stack([code.sums(part, 0.0, True) for part in parts]).cpu().numpy())
         return np.concatenate(sums) if sums else np.empty((0, len(STATISTICS)))

@@ -102,7 +102,19 @@ def test_the_page_has_what_was_measured_on_a_gpu():
     assert f"Most hooks take {small} ms of 26 million parameters and {large} of 85 million" in page
     timed = [r for r in rows if r["part"] == "latency"]
     faster = {(r["what"], r["backend"], r["numel"], r["ratio"]) for r in timed if r["speedup"] > 1}
-    assert min(r["numel"] for r in timed) < MANY < min(numel for *_, numel, _ in faster)
+    assert min(numel for *_, numel, _ in faster) == 26_000_000
+    exactly = {
+        r["numel"]: r["seconds"]
+        for r in timed
+        if (r["what"], r["backend"], r["ratio"]) == ("exactly k", "torch", 0.001)
+    }
+    by_triton = {
+        r["numel"]: r["seconds"]
+        for r in timed
+        if (r["what"], r["backend"], r["ratio"]) == ("exactly k", "triton", 0.001)
+    }
+    assert MANY in range(3_000_000, 8_500_000)
+    assert {n for n in exactly if by_triton[n] < exactly[n]} == {26_000_000, 260_000_000}
     slow = {
         (r["what"], r["ratio"])
         for r in timed

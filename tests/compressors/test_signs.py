@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 
@@ -101,6 +102,30 @@ def test_packed_bits_become_elements_of_one_size(n, dtype):
     found = signed(pack_bits(bits), n, 0.3, dtype)
     assert found.dtype == dtype
     assert torch.equal(found, expected)
+
+
+@every("n", [8, 9, 1000])
+def test_signs_are_written_into_the_memory_given(n):
+    bits = torch.from_numpy(np.random.default_rng(n).random(n) < 0.5)
+    packed = pack_bits(bits)
+    room = torch.empty(8 * len(packed))
+    found = signed(packed, n, 0.3, torch.float32, room)
+    assert found.data_ptr() == room.data_ptr()
+    assert torch.equal(found, signed(packed, n, 0.3, torch.float32))
+
+
+@pytest.mark.parametrize("code", [None, "torch"])
+def test_marsits_mean_lies_where_that_of_the_last_step_lay(code, one_rank):
+    """New memory takes longer than what is written to it; another dtype or size has its own."""
+    rule = Marsit(full_every=None)
+    with backend(code) if code else contextlib.nullcontext():
+        means = [
+            rule.reduce(torch.linspace(-1, 1, n, dtype=dtype), None).mean
+            for n, dtype in [(1000, torch.float32)] * 3 + [(1000, torch.float64)]
+        ]
+    assert len({mean.data_ptr() for mean in means[:3]}) == 1
+    assert means[3].dtype == torch.float64
+    assert means[3].data_ptr() != means[0].data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,8 @@ def test_large_cuda_tensors_are_read_by_triton_where_it_runs(runs, monkeypatch):
     """By torch's operators where it does not, or where they are small, float64 or strided."""
     kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)
     monkeypatch.setattr(backends, "triton_runs", lambda index: runs)
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     with FakeTensorMode():  # tensors of a device that there is not
         large, small = (torch.empty(backends.MANY - i, device="cuda") for i in (0, 1))
         cases = [
@@ -174,18 +176,27 @@ def test_large_cuda_tensors_are_read_by_triton_where_it_runs(runs, monkeypatch):
             assert device_code(tensor) is code
             with backend("compiled"):
                 assert device_code(tensor) is None
+        capturing = True  # a CUDA graph, which to try kernels would end
+        assert device_code(large) is operators
 
 
-def test_where_triton_does_not_run_it_is_said_once():
-    """Here no CUDA device can hold the element it tries."""
+def test_where_triton_does_not_run_it_is_said_once(monkeypatch):
+    """Here no CUDA device can hold the element it tries; its interpreter, which debugs, is no reason to warn."""
+    kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)
     if torch.cuda.is_available():
         pytest.skip("Triton may run on this machine's GPU")
+    backends.triton_runs.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not backends.triton_runs(0)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
     backends.triton_runs.cache_clear()
     with pytest.warns(UserWarning, match="torch's operators read large CUDA tensors"):
         assert not backends.triton_runs(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not backends.triton_runs(0)
+    backends.triton_runs.cache_clear()
 
 
 @every("odd", ODD, ids=lambda odd: odd.name)

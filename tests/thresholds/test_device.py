@@ -25,9 +25,11 @@ from gradstats.primitives import (
     top_candidates,
     topk,
 )
+from gradstats.primitives.arrays import taken
 from gradstats.primitives.histogram import histogram_quantile
 from gradstats.primitives.moments import signed_sums
-from gradstats.thresholds import ESTIMATORS, make_estimator
+from gradstats.primitives.tails import tails
+from gradstats.thresholds import ESTIMATORS, make_estimator, sampled
 from gradstats.thresholds.bench import sample_gradient
 from gradstats.thresholds.exact import _SAMPLE
 from gradstats.trace import writer as trace_writer
@@ -46,7 +48,7 @@ class Moved(TorchFunctionMode):
         super().__init__()
         self.bytes = 0
         self.calls = Counter()
-        """Calls for which the host waits: those that copy to it, and `nonzero`, whose result has a size."""
+        """Calls for which the host waits: those that copy to it or from it, and `nonzero`, whose result has a size."""
         self._host = []
 
     def __enter__(self):
@@ -68,6 +70,12 @@ class Moved(TorchFunctionMode):
         result = function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         self.calls["nonzero"] += name == "nonzero"
+        # a copy to a device waits, too
+        self.calls["new_tensor"] += name == "new_tensor"
+        moved = name == "to" and any(args[0] is each for each in self._host)
+        self.calls["to the device"] += moved and any(
+            isinstance(each, torch.device) for each in (*args[1:], *kwargs.values())
+        )
         if name not in (*_WHOLE, *_ONE) or any(args[0] is each for each in self._host):
             return result
         if name == "to" and "cpu" not in map(str, [*args[1:], *kwargs.values()]):
@@ -120,6 +128,8 @@ def test_thresholds_and_selections_move_scalars(name, dtype, gradient):
 @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
 def test_sidco_looks_its_stages_up_on_the_device(name, gradient, monkeypatch):
     """The host waits once for each stage, the selection and other sums, and what cells stand for; to adapt, for all."""
+    with backend("torch"):
+        tails(gradient)  # the cells' middles are moved to a device once
     monkeypatch.setattr("gradstats.thresholds.sidco._MANY", gradient.numel())
     live, offline = make_estimator(name), make_estimator(name)
     for step in range(2):
@@ -287,6 +297,34 @@ def test_a_device_counts_the_layers_of_a_sketched_step_and_the_host_waits_three_
         assert counts.keys() == expected.keys()
         assert all(np.array_equal(counts[c], expected[c]) for c in counts)
         assert np.array_equal(moments[:, :3], sums[:, :3])
-        assert np.allclose(moments, sums, rtol=1e-12)
+        assert np.allclose(moments, sums, rtol=1e-12, atol=0)
         # seven layers, three at a time: which bins there are, their counts, and the sums
         assert moved.calls.total() == 3 * 3, moved.calls
+
+
+@every("numel", [1, 9, 10, 11, 69, 70, 71, 1001])
+@every("seed", range(5))
+def test_dgcs_places_are_one_of_each_run_and_used_again(numel, seed, monkeypatch):
+    """Of an array and of a tensor the same; a last run that is shorter has one or none."""
+    monkeypatch.setattr(sampled, "_OFFSETS", 7)
+    run, drawn = 10, []
+
+    def noting(x, positions):
+        drawn.append(np.asarray(positions))
+        return taken(x, positions)
+
+    monkeypatch.setattr(sampled, "taken", noting)
+    x = np.random.default_rng(seed).laplace(size=numel).astype(np.float32)
+    found = [
+        sampled.DGC(1 / run, seed=seed).estimate(each, 0.3) for each in (x, torch.from_numpy(x))
+    ]
+    assert found[0] == found[1]
+    places, same = drawn
+    assert np.array_equal(places, same)
+    whole = numel // run
+    assert np.array_equal(places[:whole] // run, np.arange(whole))
+    assert places.size - whole in (0, 1)
+    assert places.size >= 1
+    assert places[-1] < numel
+    later = places[7 : whole or None] % run
+    assert np.array_equal(later, np.resize(places[:7] % run, later.size) if later.size else later)
