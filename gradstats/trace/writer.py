@@ -759,12 +759,12 @@ class _Tally:
             counts[:, BINS:] = 0
             chunks = counts.view(len(parts), -1, BIN_CHUNK)
             used = np.flatnonzero(chunks.any(2).any(0).cpu().numpy()).tolist()
-            # cut one by one: positions that are moved to the device are a wait
-            found = torch.stack([chunks[:, chunk] for chunk in used]).cpu().numpy()
-            for i, chunk in enumerate(used):
+            # cut one by one, as positions that are moved to the device are a wait; of zeros alone there are none
+            found = torch.stack([chunks[:, chunk] for chunk in used]).cpu().numpy() if used else ()
+            for counted, chunk in zip(found, used, strict=True):
                 if not self._used[chunk]:
                     # cleared when first marked, since it may hold an earlier gradient's counts
                     self._counts[chunk], self._used[chunk] = 0, True
-                self._counts[chunk, start : start + len(parts)] = found[i].view(np.uint32)
+                self._counts[chunk, start : start + len(parts)] = counted.view(np.uint32)
             sums.append(torch.stack([code.sums(part, 0.0, True) for part in parts]).cpu().numpy())
         return np.concatenate(sums) if sums else np.empty((0, len(STATISTICS)))

@@ -302,6 +302,24 @@ def test_a_device_counts_the_layers_of_a_sketched_step_and_the_host_waits_three_
         assert moved.calls.total() == 3 * 3, moved.calls
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_device_counts_layers_that_are_all_zero_or_empty(name, monkeypatch):
+    """Alone, or in a part of the layers."""
+    if name == "triton":
+        pytest.importorskip("triton", reason="Triton is installed with the extra dev, on Linux")
+    monkeypatch.setattr(trace_writer, "_AT_ONCE", 1)
+    places = [slice(0, 0), slice(0, 40), slice(40, 90)]
+    there, here = trace_writer._Tally(places), trace_writer._Tally(places)
+    for values in (torch.zeros(90), torch.zeros(90).index_fill(0, torch.tensor([50]), 0.5)):
+        with backend(name):
+            counts, moments = there(values)
+        expected, sums = here(values)
+        assert counts.keys() == expected.keys()
+        assert all(np.array_equal(counts[c], expected[c]) for c in counts)
+        assert np.array_equal(moments[:, :3], sums[:, :3])
+        assert np.allclose(moments, sums, rtol=1e-12, atol=0)
+
+
 @every("numel", [1, 9, 10, 11, 69, 70, 71, 1001])
 @every("seed", range(5))
 def test_dgcs_places_are_one_of_each_run_and_used_again(numel, seed, monkeypatch):
