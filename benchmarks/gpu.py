@@ -74,7 +74,7 @@ HOOKS: dict[str, tuple[CompressorName, dict[str, Any]]] = {
 """Compressors that are timed in training, with their options."""
 REPEATS = 15
 SETTLED = 25
-"""Steps before a hook is timed: in the first twenty SIDCo and LAGS take up to three times as long."""
+"""Steps before a hook is timed: in the first ones SIDCo finds its stages, and LAGS measures."""
 PARTS = ("selections", "messages", "trainings", "capture", "exchange", "latency", "step")
 """What is done, in this order: three comparisons, and what is timed."""
 Record = dict[str, Any]

@@ -46,7 +46,7 @@ RANDOM = ("randomk", "ssdm", "cascading", "marsit", "signsgd", "ef-signsgd")
 """They draw: positions, signs, or the signs of zeros."""
 TIED = "topk, memory adam"
 """In its first step every element is one in size but for roundings, which decide what is sent: on the CPU alone, inputs
-that differ by a rounding of float32 leave weights half their way apart."""
+that differ by a rounding of float32 leave weights more than a tenth of their way apart."""
 LARGE = ("ssdm", "cascading", "marsit")
 """Their updates are as long as the whole gradient in every element."""
 MEMORIES = {"momentum": lambda: MomentumCorrection(0.9), "adam": AdamCorrection}

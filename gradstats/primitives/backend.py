@@ -253,9 +253,8 @@ def triton_runs(index: int) -> bool:
         counts = triton_kernels.counts(one, 7)[0].sum().item()
         kept = [len(triton_kernels.select(one, 1.0)[0]), len(triton_kernels.topk(one, 1)[0])]
         return [sums[0], counts, *kept] == [1, 1, 1, 1]
-    except (
-        Exception
-    ) as error:  # no compiler, no headers, a device too old: torch's operators read what it would
+    except Exception as error:
+        # no compiler, no headers, a device too old: torch's operators read what it would
         why = " ".join(str(error).split())[:200]
         warnings.warn(
             f"Triton does not run here, so torch's operators read large CUDA tensors, at about half its speed: {why}",
