@@ -40,7 +40,7 @@ class Part:
     trials : int
         How many belong to the whole campaign.
     short : int
-        How many run with the tests.
+        How many run with the tests; 0 where tests of a room run trials of this kind, too.
     batch : int
         How many are stored together.
     limit : float
@@ -56,10 +56,10 @@ class Part:
 
 
 PARTS = {
-    "writers": Part("faults.kills.writer", "a trace's writer killed", 400, 2),
+    "writers": Part("faults.kills.writer", "a trace's writer killed", 400, 0),
     "captures": Part("faults.kills.capture", "a training with a capture killed", 400, 1),
     "two ranks": Part("faults.kills.captures", "two ranks with a capture killed", 300, 1),
-    "shards": Part("faults.kills.shards", "two writers of a sharded model killed", 100, 1, 20),
+    "shards": Part("faults.kills.shards", "two writers of a sharded model killed", 100, 0, 20),
     "full disks": Part("faults.disks.full", "the disk full while capturing", 100, 1, 20),
     "read-only": Part("faults.disks.read_only", "the disk read-only while capturing", 100, 1, 20),
     "vanished": Part("faults.disks.vanished", "the trace moved away while capturing", 100, 1, 20),
@@ -90,17 +90,21 @@ PARTS = {
 }
 
 
+def trial(part: Part, number: int) -> tuple[str, str]:
+    """Run one trial here; return its outcome, and what was wrong."""
+    module, _, function = part.trial.rpartition(".")
+    run_it: Callable[[int, Path], str] = getattr(import_module(module), function)
+    with tempfile.TemporaryDirectory(prefix="gradstats-", ignore_cleanup_errors=True) as folder:
+        try:
+            return run_it(number, Path(folder)), ""
+        except Exception as error:
+            return "fault", f"{type(error).__name__}: {error}"[:300]
+
+
 def _batch(part: Part, numbers: range, reports: Connection) -> None:
     """Run trials; report the number and the outcome of each, or what was wrong."""
-    module, _, function = part.trial.rpartition(".")
-    trial: Callable[[int, Path], str] = getattr(import_module(module), function)
     for number in numbers:
-        with tempfile.TemporaryDirectory(prefix="gradstats-", ignore_cleanup_errors=True) as folder:
-            try:
-                outcome, fault = trial(number, Path(folder)), ""
-            except Exception as error:
-                outcome, fault = "fault", f"{type(error).__name__}: {error}"[:300]
-        reports.send((number, outcome, fault))
+        reports.send((number, *trial(part, number)))
 
 
 def run(name: str, numbers: range) -> Row:

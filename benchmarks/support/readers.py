@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import warnings
 
+import dask
 import numpy as np
 import torch
 import xarray
@@ -15,6 +16,14 @@ from support.traces import LAYERS, assert_same_sketch, gradient, said
 from gradstats import open_trace
 from gradstats.primitives.sketch import sketch
 from gradstats.trace import COMPRESSION, KINDS, LAYER_COMPRESSION
+
+@contextlib.contextmanager
+def strict():
+    """Let no reader warn; and let dask start no pool of threads for every small array."""
+    with warnings.catch_warnings(), dask.config.set(scheduler="synchronous"):
+        warnings.simplefilter("error")
+        yield
+
 
 
 def bare(path):
@@ -42,8 +51,7 @@ def named(tree):
 
 def views(path):
     """Yield the trace as every reader sees it. No reader may warn, but for xarray's advice to consolidate."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with strict():
         yield bare(path)
         yield through_xarray(path, consolidated=False)
         yield named(open_trace(path).to_datatree())
@@ -100,8 +108,7 @@ def assert_all_agree(path):
 
 def groups(path):
     """Yield {rank: (attributes, arrays)} as zarr, xarray and our reader's data tree see them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with strict():
         root = zarr.open_group(path, mode="r", use_consolidated=False)
         yield {n: (dict(g.attrs), dict(g.arrays())) for n, g in root.groups()}
         with xarray.open_datatree(path, engine="zarr", consolidated=False) as tree:

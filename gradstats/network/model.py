@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -71,7 +72,7 @@ threads as in training. The first algorithm of each collective is the default.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Line:
     """Seconds of an operation: fixed + slope · size, times the factor by which measurements bend away from the line.
 
@@ -144,7 +145,7 @@ class Line:
         logs = np.log([max(size, 1.0), *self.sizes]), np.log(self.bends)
         return float(np.exp(np.interp(logs[0][0], logs[0][1:], logs[1])))
 
-    @property
+    @cached_property
     def error(self) -> float:
         """Relative standard error of :meth:`at`: noise, and the error of interpolating between measured sizes."""
         # interpolation is judged by sizes that lie between two others

@@ -15,9 +15,9 @@ import threading
 import time
 from pathlib import Path
 
+import experiment
 import numpy as np
 import pytest
-from conftest import ROOT
 from support import terminal
 from support.terminal import main
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -436,7 +436,8 @@ def test_a_burst_is_what_tc_is_told(lab):
 
 
 @pytest.mark.distributed
-def test_a_network_measured_in_the_lab_is_its_links_and_makes_a_plan(lab, tmp_path):
+def test_a_network_measured_in_the_lab_is_its_links_and_makes_a_plan(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "_LONGEST_MESSAGE_S", 0.1)  # of each size a tenth of the bytes
     file = tmp_path / "network.json"
     short = ("--steps", "5", "--batch-size", "4", "--compressor", "none", "--compressor")
     done = terminal.run(*LAB[1:], *short, "torch-topk", "--measure", file)
@@ -458,13 +459,17 @@ def test_a_network_measured_in_the_lab_is_its_links_and_makes_a_plan(lab, tmp_pa
 
 
 @pytest.mark.distributed
-def test_the_experiment_in_short(lab, tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "experiment.py"), "resnet20-digits"]
-    command += ["--results", str(tmp_path), "--steps", "6"]
-    command += ["--measure", "--only", "none", "topk", "torch-topk"]
-    first, again = (subprocess.run(command, capture_output=True, text=True) for _ in range(2))
-    assert first.returncode == again.returncode == 0, first.stderr
-    assert first.stdout == again.stdout
+def test_the_experiment_in_short(lab, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "_LONGEST_MESSAGE_S", 0.1)  # of each size a tenth of the bytes
+
+    def program(*options):
+        words = ["resnet20-digits", "--results", str(tmp_path), "--steps", "6", *options]
+        words += ["--only", "none", "topk", "torch-topk"]
+        monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
+        experiment.main()
+        return capsys.readouterr().out
+
+    assert program("--measure") == program()
     stored = (tmp_path / "network-resnet20-digits.jsonl").read_text().splitlines()
     setting, *rows = map(json.loads, stored)
     assert [row["compressor"] for row in rows] == ["none", "topk", "torch-topk"]  # run once

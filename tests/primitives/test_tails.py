@@ -77,9 +77,10 @@ def test_zeros_and_what_is_not_finite_are_left_out():
 @every("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @every("family", FAMILIES.values(), FAMILIES)
 def test_cells_below_the_least_threshold_are_left_out(code, dtype, family):
-    x = torch.from_numpy(family[:20_000]).to(dtype)
+    # Triton's interpreter takes seconds for more
+    x = torch.from_numpy(family[: 4000 if code == "triton" else 20_000]).to(dtype)
     ordered = x.double().abs().sort().values
-    for least in (0.0, float(ordered[15_000]), float(ordered[-1]), 2 * float(ordered[-1]), 1e39):
+    for least in (0.0, float(ordered[3 * x.numel() // 4]), float(ordered[-1]), 2 * float(ordered[-1]), 1e39):
         with backend(code):
             cells, all_cells = tails(x, least), tails(x)
         assert cells.left.size <= all_cells.left.size
@@ -156,11 +157,10 @@ def test_no_cell_dominates_a_tail_below_the_limit(code, least):
             cells = tails(torch.from_numpy(x))
         count, _, squares, inside = np.asarray(cells.sums, np.float64).T
         own = squares[:-1] - squares[1:]
-        even = all(
-            inside[i:-1].max() <= count[i] / 8 and own[i:].max() <= squares[i] / 8
-            for i in range(len(count) - 1)
-            if count[i] >= least
-        )
+        fullest, largest = (np.maximum.accumulate(c[::-1])[::-1] for c in (inside[:-1], own))
+        even = ((fullest <= count[:-1] / 8) & (largest <= squares[:-1] / 8))[
+            count[:-1] >= least
+        ].all()
         kept.append(even)
         last = np.flatnonzero(count > 0)[-1]
         assert cells.limit(least) == (cells.left[last] if even else 0.0)
