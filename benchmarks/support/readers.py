@@ -17,13 +17,13 @@ from gradstats import open_trace
 from gradstats.primitives.sketch import sketch
 from gradstats.trace import COMPRESSION, KINDS, LAYER_COMPRESSION
 
+
 @contextlib.contextmanager
 def strict():
     """Let no reader warn; and let dask start no pool of threads for every small array."""
     with warnings.catch_warnings(), dask.config.set(scheduler="synchronous"):
         warnings.simplefilter("error")
         yield
-
 
 
 def bare(path):

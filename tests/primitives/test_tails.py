@@ -80,7 +80,13 @@ def test_cells_below_the_least_threshold_are_left_out(code, dtype, family):
     # Triton's interpreter takes seconds for more
     x = torch.from_numpy(family[: 4000 if code == "triton" else 20_000]).to(dtype)
     ordered = x.double().abs().sort().values
-    for least in (0.0, float(ordered[3 * x.numel() // 4]), float(ordered[-1]), 2 * float(ordered[-1]), 1e39):
+    for least in (
+        0.0,
+        float(ordered[3 * x.numel() // 4]),
+        float(ordered[-1]),
+        2 * float(ordered[-1]),
+        1e39,
+    ):
         with backend(code):
             cells, all_cells = tails(x, least), tails(x)
         assert cells.left.size <= all_cells.left.size

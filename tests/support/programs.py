@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -17,8 +18,9 @@ import threading
 import traceback
 import types
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from unittest.mock import patch
 
 __all__ = ["program"]
 
@@ -28,10 +30,11 @@ READ_ONCE = (
 """Variables that Python and libraries read as they start: a process is shared by programs that have them alike."""
 
 
-def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True):
+def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=True):
     """Run Python with these arguments; return what `subprocess.run` would.
 
     Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts.
+    `trains` says that it starts ranks itself, as commands that train are known to.
     """
     environment = os.environ | dict(env)
     there = [*map(str, path), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
@@ -50,7 +53,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, check=True):
             "path": [len(ours), there],
             "said": list(map(str, said)),
             "ranks": ranks,
-            "trains": not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
+            "trains": trains or not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
         }
         try:
             print(json.dumps(request), file=server.stdin, flush=True)
@@ -96,8 +99,9 @@ def _serve():
     for line in sys.stdin:
         request = json.loads(line)
         if request["trains"] and ranks._forkserver_pid is None:
-            forkserver.set_forkserver_preload(["capture.workloads.forked"])
-            forkserver.ensure_running()
+            resource_tracker.ensure_running()
+            with patch("multiprocessing.util.spawnv_passfds", _forked):
+                forkserver.ensure_running()
         pids = {}
         variables = [{}]
         if request["ranks"]:
@@ -125,6 +129,19 @@ def _serve():
                 for other in (other for other, code in pids.items() if code is None):
                     os.kill(other, signal.SIGTERM)
         print(next(filter(None, pids.values()), 0), file=answers, flush=True)
+
+
+def _forked(_, arguments, passed):
+    """Be what starts Python with a program that follows ``-c``: a fork has imported what that would import again."""
+    pid = os.fork()
+    if not pid:
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number not in {0, 1, 2, *passed}:
+                with contextlib.suppress(OSError):  # of the folder, which is closed by now
+                    os.close(number)
+        exec(arguments[-1], {})
+        os._exit(0)
+    return pid
 
 
 def _run(request, variables):
