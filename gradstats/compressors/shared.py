@@ -97,8 +97,9 @@ class GlobalHistogram(SparseCompressor):
     def _upper_bins(self, corrected: torch.Tensor, k: int) -> torch.Tensor:
         """Return the numbers of the upper bins and their counts, int32 (2 · bins,)."""
         h = histogram(corrected, self.bits)
-        # Down to the bin of the k-th largest and the one below it, which gives the density's slope.
-        first = max(0, int(np.count_nonzero(h.exceedances() >= k)) - 2)
+        # Down to the bin of the (k+1)-th largest, as of exactly k elements all are kept, and the one below it, which
+        # gives the density's slope.
+        first = max(0, int(np.count_nonzero(h.exceedances() > k)) - 2)
         bins = first + np.flatnonzero(h.counts[first:])
         packed = np.concatenate([bins, h.counts[bins]]).astype(np.uint32).view(np.int32)
         return torch.from_numpy(packed).to(corrected.device)

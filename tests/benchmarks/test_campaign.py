@@ -18,7 +18,7 @@ SHORT = [
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", SHORT)
-def test_nothing_is_lost_false_or_raw(name):
+def test_nothing_is_lost_false_or_raw(name, one_rank):
     """In this process: what a trial starts is then forked from what this process has imported already."""
     part = campaign.PARTS[name]
     assert [campaign.trial(part, n)[1] for n in range(part.short)] == [""] * part.short

@@ -21,6 +21,7 @@ from gradstats.compressors.micro import MiCRO, partition
 from gradstats.compressors.randomk import RandomK
 from gradstats.compressors.redsync import MeanOfSign, RedSync
 from gradstats.compressors.selectors import TopK
+from gradstats.compressors.shared import GlobalHistogram
 from gradstats.compressors.sparse import SparseCompressor
 from gradstats.errors import ExchangeError, InputError
 
@@ -436,3 +437,12 @@ for compressor in (MiCRO(0.5), RandomK(0.5), CLTk(0.5)):
     compressor.reduce(torch.ones(50000), None)
 """
     assert_ends(imports, body, tmp_path, trials=8)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 1.0])
+def test_a_common_threshold_of_few_elements_keeps_k(one_rank, ratio):
+    """Every element has a bin to itself, so that the bins of the k largest hold k and no more."""
+    x = torch.from_numpy(2.0 ** np.arange(-50, 50)).float()
+    reduced = GlobalHistogram(ratio).reduce(x.clone(), None)
+    assert reduced.selected == round(ratio * x.numel())
+    assert torch.equal(reduced.residual, torch.where(x > 2.0 ** (49 - 100 * ratio), 0, x))
