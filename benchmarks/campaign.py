@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -105,6 +105,13 @@ def _batch(part: Part, numbers: range, reports: Connection) -> None:
     """Run trials; report the number and the outcome of each, or what was wrong."""
     for number in numbers:
         reports.send((number, *trial(part, number)))
+
+
+def short(names: Sequence[str], reports: Connection) -> None:
+    """Run what runs with the tests of several parts, which forks all their processes from one."""
+    for name in names:
+        for number in range(PARTS[name].short):
+            reports.send((name, number, *trial(PARTS[name], number)))
 
 
 def run(name: str, numbers: range) -> Row:

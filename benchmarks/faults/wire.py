@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,16 +31,16 @@ RANKS = ("all_gather_single", "all_reduce", "broadcast", "all_to_all_single", "h
 """What carries messages between two ranks."""
 
 
+@functools.cache
 def _group() -> None:
-    """Be the one rank of a group, unless there is one: the tests of other rooms have their own."""
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{tempfile.mkdtemp()}/store",
-            rank=0,
-            world_size=1,
-            timeout=datetime.timedelta(seconds=20),
-        )
+    folder = tempfile.mkdtemp()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=0,
+        world_size=1,
+        timeout=datetime.timedelta(seconds=20),
+    )
 
 
 def _damage(raw: np.ndarray[Any, Any], rng: random.Random) -> None:
