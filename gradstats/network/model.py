@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -72,7 +72,7 @@ threads as in training. The first algorithm of each collective is the default.
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """Seconds of an operation: fixed + slope · size, times the factor by which measurements bend away from the line.
 
@@ -145,17 +145,13 @@ class Line:
         logs = np.log([max(size, 1.0), *self.sizes]), np.log(self.bends)
         return float(np.exp(np.interp(logs[0][0], logs[0][1:], logs[1])))
 
-    @cached_property
+    @property
     def error(self) -> float:
         """Relative standard error of :meth:`at`: noise, and the error of interpolating between measured sizes."""
         # interpolation is judged by sizes that lie between two others
         if len(self.bends) < 3:
             return self.spread
-        x, y = np.log(self.sizes), np.log(self.bends)
-        foretold = y[:-2] + (y[2:] - y[:-2]) * (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
-        # Predicting each size from its neighbours interpolates over two steps. Between neighbours it is one step, and
-        # the error of an interpolated curve grows with the square of the step: a quarter of it.
-        return math.hypot(self.noise, float(np.sqrt(np.mean((y[1:-1] - foretold) ** 2))) / 4)
+        return math.hypot(self.noise, _interpolating(tuple(self.sizes), tuple(self.bends)))
 
     def confidence(self) -> tuple[Interval, Interval]:
         """Return 95 % intervals of `fixed` and `slope`, cut at zero."""
@@ -184,6 +180,16 @@ class Line:
         # of few repeats on a busy machine t's tails reach beyond what a float holds: e¹⁰⁰ times as slow is never, too
         factor = math.exp(min(self.error * generator.standard_normal() * scale, 100))
         return replace(self, fixed=self.fixed * factor, slope=self.slope * factor)
+
+
+@lru_cache
+def _interpolating(sizes: tuple[float, ...], bends: tuple[float, ...]) -> float:
+    """Return the relative error between measured sizes; once for a line, of which an interval draws thousands."""
+    x, y = np.log(sizes), np.log(bends)
+    foretold = y[:-2] + (y[2:] - y[:-2]) * (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
+    # Predicting each size from its neighbours interpolates over two steps. Between neighbours it is one step, and
+    # the error of an interpolated curve grows with the square of the step: a quarter of it.
+    return float(np.sqrt(np.mean((y[1:-1] - foretold) ** 2))) / 4
 
 
 def fit_line(
