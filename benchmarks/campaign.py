@@ -40,7 +40,7 @@ class Part:
     trials : int
         How many belong to the whole campaign.
     short : int
-        How many run with the tests; 0 where tests of a room run trials of this kind, too.
+        How many run with the tests, beside those that tests of a room run.
     batch : int
         How many are stored together.
     limit : float
@@ -90,28 +90,17 @@ PARTS = {
 }
 
 
-def trial(part: Part, number: int) -> tuple[str, str]:
-    """Run one trial here; return its outcome, and what was wrong."""
-    module, _, function = part.trial.rpartition(".")
-    run_it: Callable[[int, Path], str] = getattr(import_module(module), function)
-    with tempfile.TemporaryDirectory(prefix="gradstats-", ignore_cleanup_errors=True) as folder:
-        try:
-            return run_it(number, Path(folder)), ""
-        except Exception as error:
-            return "fault", f"{type(error).__name__}: {error}"[:300]
-
-
-def _batch(part: Part, numbers: range, reports: Connection) -> None:
-    """Run trials; report the number and the outcome of each, or what was wrong."""
-    for number in numbers:
-        reports.send((number, *trial(part, number)))
-
-
-def short(names: Sequence[str], reports: Connection) -> None:
-    """Run what runs with the tests of several parts, which forks all their processes from one."""
-    for name in names:
-        for number in range(PARTS[name].short):
-            reports.send((name, number, *trial(PARTS[name], number)))
+def batch(trials: Sequence[tuple[Part, int]], reports: Connection) -> None:
+    """Run trials of any parts; report the number and the outcome of each, or what was wrong."""
+    for part, number in trials:
+        module, _, function = part.trial.rpartition(".")
+        trial: Callable[[int, Path], str] = getattr(import_module(module), function)
+        with tempfile.TemporaryDirectory(prefix="gradstats-", ignore_cleanup_errors=True) as folder:
+            try:
+                outcome, fault = trial(number, Path(folder)), ""
+            except Exception as error:
+                outcome, fault = "fault", f"{type(error).__name__}: {error}"[:300]
+        reports.send((number, outcome, fault))
 
 
 def run(name: str, numbers: range) -> Row:
@@ -120,7 +109,8 @@ def run(name: str, numbers: range) -> Row:
     outcomes: Counter[str] = Counter()
     faults = []
     started = time.monotonic()
-    process, left = start(_batch, part, numbers), list(numbers)
+    left = list(numbers)
+    process = start(batch, [(part, n) for n in left])
     while left:
         report = process.report(part.limit)
         number, outcome, fault = report or (left[0], "fault", "died" if report is None else "hung")
@@ -131,7 +121,7 @@ def run(name: str, numbers: range) -> Row:
         if not report:  # what comes after it runs in a fresh process
             process.kill()
             process.join()
-            process = start(_batch, part, range(number + 1, numbers.stop)) if left else process
+            process = start(batch, [(part, n) for n in left]) if left else process
     process.join()
     return {
         "part": name,

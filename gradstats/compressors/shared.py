@@ -50,7 +50,8 @@ class GlobalHistogram(SparseCompressor):
     -----
     Source: gradstats; it follows no paper.
 
-    A rank sends its upper bins alone, until they hold n·k elements: the common threshold cannot lie below them.
+    A rank sends its upper bins alone, until they hold more than n·k elements: the common threshold cannot lie below
+    them.
     """
 
     @classmethod
@@ -97,8 +98,8 @@ class GlobalHistogram(SparseCompressor):
     def _upper_bins(self, corrected: torch.Tensor, k: int) -> torch.Tensor:
         """Return the numbers of the upper bins and their counts, int32 (2 · bins,)."""
         h = histogram(corrected, self.bits)
-        # Down to the bin of the (k+1)-th largest, as of exactly k elements all are kept, and the one below it, which
-        # gives the density's slope.
+        # Down to the bin of the (k+1)-th largest: k elements alone have no quantile. And one bin more, which gives the
+        # density's slope.
         first = max(0, int(np.count_nonzero(h.exceedances() > k)) - 2)
         bins = first + np.flatnonzero(h.counts[first:])
         packed = np.concatenate([bins, h.counts[bins]]).astype(np.uint32).view(np.int32)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -151,7 +151,7 @@ class Line:
         # interpolation is judged by sizes that lie between two others
         if len(self.bends) < 3:
             return self.spread
-        return math.hypot(self.noise, _interpolating(tuple(self.sizes), tuple(self.bends)))
+        return math.hypot(self.noise, _interpolating(self.sizes, self.bends))
 
     def confidence(self) -> tuple[Interval, Interval]:
         """Return 95 % intervals of `fixed` and `slope`, cut at zero."""
@@ -182,9 +182,9 @@ class Line:
         return replace(self, fixed=self.fixed * factor, slope=self.slope * factor)
 
 
-@lru_cache
+@cache
 def _interpolating(sizes: tuple[float, ...], bends: tuple[float, ...]) -> float:
-    """Return the relative error between measured sizes; once for a line, of which an interval draws thousands."""
+    """Return the relative error between measured sizes; kept, as an interval draws a line thousands of times."""
     x, y = np.log(sizes), np.log(bends)
     foretold = y[:-2] + (y[2:] - y[:-2]) * (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
     # Predicting each size from its neighbours interpolates over two steps. Between neighbours it is one step, and

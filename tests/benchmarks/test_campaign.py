@@ -9,21 +9,22 @@ from faults.processes import start
 from pages import block
 from records import DOCS, stored
 
-SHORT = [name for name, part in campaign.PARTS.items() if part.short]
-LIMITED = [name for name in SHORT if campaign.PARTS[name].trial.startswith("faults.files")]
+SHORT = [(part, n) for part in campaign.PARTS.values() for n in range(part.short)]
+LIMITED = [each for each in SHORT if each[0].trial.startswith("faults.files")]
 """They limit the memory of their process, so that what comes after them could start none."""
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("names", [[n for n in SHORT if n not in LIMITED], LIMITED])
-def test_nothing_is_lost_false_or_raw(names):
-    process = start(campaign.short, names)
-    for name in names:
-        for number in range(campaign.PARTS[name].short):
-            report = process.report(campaign.PARTS[name].limit)
-            assert report, f"{name} {number} {'died' if report is None else 'hung'}"
-            assert (*report[:2], report[3]) == (name, number, "")
+@pytest.mark.parametrize("trials", [[t for t in SHORT if t not in LIMITED], LIMITED])
+def test_nothing_is_lost_false_or_raw(trials):
+    """In one process, which forks all others from one."""
+    process = start(campaign.batch, trials)
+    for part, number in trials:
+        report = process.report(part.limit)
+        case = f"{part.what}, {number}"
+        assert report, f"{case}: {'died' if report is None else 'hung'}"
+        assert (report[0], report[2]) == (number, ""), case
     process.join()
 
 

@@ -135,12 +135,14 @@ def _forked(_, arguments, passed):
     """Be what starts Python with a program that follows ``-c``: a fork has imported what that would import again."""
     pid = os.fork()
     if not pid:
-        for number in map(int, os.listdir("/proc/self/fd")):
-            if number not in {0, 1, 2, *passed}:
-                with contextlib.suppress(OSError):  # of the folder, which is closed by now
-                    os.close(number)
-        exec(arguments[-1], {})
-        os._exit(0)
+        try:
+            for number in map(int, os.listdir("/proc/self/fd")):
+                if number not in {0, 1, 2, *passed}:
+                    with contextlib.suppress(OSError):  # of the folder, which is closed by now
+                        os.close(number)
+            exec(arguments[-1], {})
+        finally:
+            os._exit(0)
     return pid
 
 

@@ -275,6 +275,15 @@ def test_selectors_move_scalars(name, gradient):
             assert moved.bytes <= SCALARS, moved.calls
 
 
+def assert_same_tally(found, expected):
+    """Compare what two tallies returned: counts to the bit, sums up to the order in which they are added."""
+    (counts, moments), (others, sums) = found, expected
+    assert counts.keys() == others.keys()
+    assert all(np.array_equal(counts[c], others[c]) for c in counts)
+    assert np.array_equal(moments[:, :3], sums[:, :3])
+    assert np.allclose(moments, sums, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_device_counts_the_layers_of_a_sketched_step_and_the_host_waits_three_times(
     name, monkeypatch
@@ -292,12 +301,8 @@ def test_a_device_counts_the_layers_of_a_sketched_step_and_the_host_waits_three_
         values = torch.from_numpy((scale * rng.laplace(size=edges[-1])).astype(np.float32))
         values[::11], values[4500], values[4600], values[4700] = 0, math.nan, math.inf, 1e-44
         with backend(name), Moved() as moved:
-            counts, moments = there(values)
-        expected, sums = here(values)
-        assert counts.keys() == expected.keys()
-        assert all(np.array_equal(counts[c], expected[c]) for c in counts)
-        assert np.array_equal(moments[:, :3], sums[:, :3])
-        assert np.allclose(moments, sums, rtol=1e-12, atol=0)
+            found = there(values)
+        assert_same_tally(found, here(values))
         # seven layers, three at a time: which bins there are, their counts, and the sums
         assert moved.calls.total() == 3 * 3, moved.calls
 
@@ -312,12 +317,8 @@ def test_a_device_counts_layers_that_are_all_zero_or_empty(name, monkeypatch):
     there, here = trace_writer._Tally(places), trace_writer._Tally(places)
     for values in (torch.zeros(90), torch.zeros(90).index_fill(0, torch.tensor([50]), 0.5)):
         with backend(name):
-            counts, moments = there(values)
-        expected, sums = here(values)
-        assert counts.keys() == expected.keys()
-        assert all(np.array_equal(counts[c], expected[c]) for c in counts)
-        assert np.array_equal(moments[:, :3], sums[:, :3])
-        assert np.allclose(moments, sums, rtol=1e-12, atol=0)
+            found = there(values)
+        assert_same_tally(found, here(values))
 
 
 @every("numel", [1, 9, 10, 11, 69, 70, 71, 1001])
