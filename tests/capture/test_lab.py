@@ -436,8 +436,8 @@ def test_a_burst_is_what_tc_is_told(lab):
 
 
 @pytest.mark.distributed
-def test_a_network_measured_in_the_lab_is_its_links_and_makes_a_plan(lab, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "_LONGEST_MESSAGE_S", 0.1)  # of each size a tenth of the bytes
+def test_a_network_measured_in_the_lab_is_its_links_and_makes_a_plan(lab, tmp_path):
+    # messages of a whole second: of shorter ones a busy machine's pauses are a fifth, as CI showed
     file = tmp_path / "network.json"
     short = ("--steps", "5", "--batch-size", "4", "--compressor", "none", "--compressor")
     done = terminal.run(*LAB[1:], *short, "torch-topk", "--measure", file)
