@@ -466,10 +466,12 @@ def _merged(
     bins: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Add up the counts of equal bins; return the bins ascending."""
-    distinct, place = np.unique(bins, return_inverse=True)
-    merged = np.zeros(distinct.size, np.int64)
-    np.add.at(merged, place, counts)
-    return distinct, merged
+    # a counter for every bin up to the last: sorting takes several times as long, and they are a million at most
+    totals = np.zeros(int(bins.max(initial=-1)) + 1, np.int64)
+    np.add.at(totals, bins, counts)
+    # of booleans, which takes a tenth of the time
+    distinct = np.flatnonzero(totals > 0)
+    return distinct, totals[distinct]
 
 
 def sketch(x: Array, bits: int = BITS) -> Sketch:

@@ -290,7 +290,7 @@ def fit(x: Array | Sketch | Magnitudes, model: LawName | str, method: Method = "
     solution = solve(m)
     params = {name: float(value) for name, value in solution.params.items()} | {"loc": 0.0}
     stderr = {name: float(value) for name, value in solution.stderr.items()}
-    # a fit by moments does not look at the largest element, and may end below it
-    beyond = (Flag.SUPPORT,) if m.max > law.end(params) else ()
+    # a fit by moments does not look at the largest element, and may end below it; SciPy takes long to say where
+    beyond = (Flag.SUPPORT,) if law.bounded and m.max > law.end(params) else ()
     flags = solution.flags + beyond + ((Flag.LEVELS,) if few else ())
     return Fit(model, params, m.zero_fraction, m.count, method, stderr, flags, m)

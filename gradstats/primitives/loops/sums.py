@@ -567,18 +567,18 @@ def sums_of_repeats(
     """
     last = before.size - 1
     for row in range(counts.shape[0]):
-        placed, count = 0, 0
-        total, squares, products = 0.0, 0.0, 0.0
+        placed, total, squares, products = 0, 0.0, 0.0, 0.0
+        end, ranked = first, before[first]
         for i in range(x.size):
-            times = counts[row, block[i]]
-            begin, end = max(placed, first), min(placed + times, last)
-            if begin < end:
-                repeated = (end - begin) * x[i]
-                count += end - begin
-                total += repeated
-                squares += repeated * x[i]
-                products += x[i] * (before[end] - before[begin])
-            placed += times
+            placed += counts[row, block[i]]
+            begin, below = end, ranked
+            # not a branch: a third of the numbers are not drawn, and no processor foresees which
+            end = min(max(placed, first), last)
+            ranked = before[end]
+            repeated = (end - begin) * x[i]
+            total += repeated
+            squares += repeated * x[i]
+            products += x[i] * (ranked - below)
             if placed >= last:
                 break
-        sums[row, 0], sums[row, 1], sums[row, 2], sums[row, 3] = count, total, squares, products
+        sums[row, 0], sums[row, 1], sums[row, 2], sums[row, 3] = end - first, total, squares, products

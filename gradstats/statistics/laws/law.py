@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -139,6 +140,15 @@ class Law:
         return method == "mle" or any(
             name == method and solve is best for name, solve in self.solvers.items()
         )
+
+    @property
+    def bounded(self) -> bool:
+        """Whether some parameters allow no magnitude above a finite one."""
+        from scipy.stats import rv_continuous
+
+        # what SciPy's distributions override whose support depends on their shapes
+        own = getattr(type(self.magnitude), "_get_support", None)
+        return own is not rv_continuous._get_support or bool(self.magnitude.b < math.inf)
 
     def end(self, params: Mapping[str, float]) -> float:
         """Return the largest magnitude that the law allows; infinite if it allows any.
