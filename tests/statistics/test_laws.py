@@ -43,6 +43,16 @@ def test_a_law_is_consistent(law):
         assert set(fit(x, law.name, method).params) == {*law.parameters, "loc"}
 
 
+@pytest.mark.parametrize("law", [*LAWS.values(), mine(), mine(magnitude=stats.uniform)], ids=str)
+def test_a_law_is_bounded_where_some_parameters_end_it(law):
+    ends = [
+        law.end({"scale": 2.0} | dict.fromkeys(law.shapes, shape))
+        for shape in (-2.0, -0.5, 0.5, 1.0, 2.0)
+    ]
+    assert law.bounded == any(end < math.inf for end in ends)  # NaN where a shape is not allowed
+    assert law.bounded == (law.name == "double_genpareto" or law.magnitude is stats.uniform)
+
+
 def test_the_page_has_the_methods_of_each_law():
     page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
     table = re.search(r"\| model \| magnitudes \|(.*)\n\|[-|]+\n((?:\|.*\n)+)", page)
