@@ -581,4 +581,9 @@ def sums_of_repeats(
             products += x[i] * (ranked - below)
             if placed >= last:
                 break
-        sums[row, 0], sums[row, 1], sums[row, 2], sums[row, 3] = end - first, total, squares, products
+        sums[row, 0], sums[row, 1], sums[row, 2], sums[row, 3] = (
+            end - first,
+            total,
+            squares,
+            products,
+        )
