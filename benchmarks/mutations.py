@@ -50,6 +50,7 @@ ALSO = {
     "dependence": "tests/analysis/test_drift.py",
     "union": "tests/network/test_union.py",
     "rates": "tests/compressors/test_layerwise.py",
+    "compressors": "tests/test_registry.py",
 }
 """Tests of modules whose tests have another name."""
 LIMIT_S = 600

@@ -48,6 +48,19 @@ def test_round_trip_is_bit_exact(path, expected, compress):
     assert np.isnan(scalars["threshold"]).all()
 
 
+def test_ranks_have_all_the_digits_of_their_folders(tmp_path):
+    path, ranks = tmp_path / "run.zarr", [3, 12_345, 112_345]
+    create_trace(path, LAYERS, world_size=200_000)
+    for rank in ranks:
+        writer = TraceWriter(path, rank)
+        writer.append(0, {"gradient": gradient(0, rank)})
+        writer.close()
+    trace = open_trace(path)
+    assert trace.ranks == ranks
+    for rank in ranks:
+        assert np.array_equal(trace.read(0, rank), gradient(0, rank))
+
+
 def test_counts_of_zeros_and_nonfinite_values_are_kept(path):
     x = gradient(0)
     x[:7], x[10], x[11] = 0, np.nan, np.inf
