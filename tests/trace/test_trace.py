@@ -61,6 +61,19 @@ def test_ranks_have_all_the_digits_of_their_folders(tmp_path):
         assert np.array_equal(trace.read(0, rank), gradient(0, rank))
 
 
+def test_a_layer_may_have_no_elements(tmp_path):
+    path, layers = tmp_path / "run.zarr", [*LAYERS, gradstats.trace.Layer("none", NUMEL, (0, 3))]
+    create_trace(path, layers)
+    writer = TraceWriter(path, 0)
+    writer.append(0, {"gradient": gradient(0)})
+    writer.close()
+    trace = open_trace(path)
+    assert trace.layers == layers
+    assert trace.numel == NUMEL
+    assert trace.read(0, layer="none").size == 0
+    assert np.array_equal(trace.read(0), gradient(0))
+
+
 def test_counts_of_zeros_and_nonfinite_values_are_kept(path):
     x = gradient(0)
     x[:7], x[10], x[11] = 0, np.nan, np.inf
