@@ -43,7 +43,9 @@ def test_a_law_is_consistent(law):
         assert set(fit(x, law.name, method).params) == {*law.parameters, "loc"}
 
 
-@pytest.mark.parametrize("law", [*LAWS.values(), mine(), mine(magnitude=stats.uniform)], ids=str)
+@pytest.mark.parametrize(
+    "law", [*LAWS.values(), mine(), mine(magnitude=stats.uniform)], ids=[*LAWS, "mine", "uniform"]
+)
 def test_a_law_is_bounded_where_some_parameters_end_it(law):
     ends = [
         law.end({"scale": 2.0} | dict.fromkeys(law.shapes, shape))
