@@ -466,7 +466,7 @@ def _merged(
     bins: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Add up the counts of equal bins; return the bins ascending."""
-    # a counter for every bin up to the last: sorting takes several times as long, and they are a million at most
+    # a counter for every bin up to the last, a million at most: to sort the bins takes many times as long
     totals = np.zeros(int(bins.max(initial=-1)) + 1, np.int64)
     np.add.at(totals, bins, counts)
     # of booleans, which takes a tenth of the time

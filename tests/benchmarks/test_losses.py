@@ -211,6 +211,14 @@ def test_what_was_tried_in_one_training_ended_as_the_page_says():
         spread = max(above[other]) - min(above[other])
         return statistics.fmean(above[one]) - statistics.fmean(above[other]) > spread
 
+    only = {
+        (t["training"], t["optimizer"])
+        for t in evidence()["trainings"]
+        for r in t["runs"]
+        if r["steps"] == losses.STEPS
+        and (r["rule"], r["memory"]) in {("sidco-p", "residual"), ("topk", "none")}
+    }
+    assert only == {("gpt-pydoc", "adamw")}
     for ratio in RATIOS:
         topk, rule, bare = (
             (name, memory, ratio)

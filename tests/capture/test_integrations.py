@@ -53,16 +53,18 @@ def agree(captured, expected):
     np.testing.assert_allclose(captured, expected, rtol=1e-4, atol=1e-6)
 
 
-def run(folder, script, *launcher):
+def run(folder, script, *launcher, ranks=0):
+    """Run a script that starts its ranks, or by a launcher that does, or in so many that are started for it."""
     (folder / "train.py").write_text(script, encoding="utf-8")
+    path = [str(ROOT / each) for each in ("", "tests", "tests/distributed", "benchmarks")]
+    env = {"PYTHONPATH": ":".join(path), "GLOO_SOCKET_IFNAME": "lo"}
+    if ranks:
+        program("train.py", cwd=folder, env=env, ranks=ranks)
+        return
     done = subprocess.run(
         [sys.executable, *launcher, "train.py"],
         cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/distributed:{ROOT}/benchmarks",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
+        env=os.environ | env,
         capture_output=True,
         text=True,
         timeout=200,
@@ -254,7 +256,7 @@ if trainer.global_rank == 0:
 
 @pytest.mark.distributed
 def test_lightning_in_half_precision_and_under_fsdp2(tmp_path):
-    """Half precision is captured without the loss scale; two trainings of processes that somebody else started."""
+    """Two trainings in ranks that are started for them; half precision is captured without the loss scale."""
     script = """
 import torch
 from capture.integrations.lightning import CaptureCallback
@@ -281,9 +283,7 @@ Trainer(
     strategy=strategy, devices=2, **cases.SETTINGS | {"max_steps": 3},
 ).fit(Sharded(), cases.loader())
 """
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    path = [ROOT, ROOT / "tests", ROOT / "tests/distributed", ROOT / "benchmarks"]
-    program("train.py", cwd=tmp_path, path=path, env={"GLOO_SOCKET_IFNAME": "lo"}, ranks=2)
+    run(tmp_path, script, ranks=2)
     half, sharded = (gradstats.open_trace(tmp_path / f"{n}.zarr") for n in ("half", "fsdp"))
     rows = cases.tokens()
     dealt = [list(DistributedSampler(rows, num_replicas=2, rank=rank)) for rank in range(2)]
