@@ -191,7 +191,7 @@ def attributes(cls):
     return names
 
 
-@pytest.mark.parametrize(
+@every(
     ("name", "path"),
     [
         (name, path)

@@ -7,7 +7,6 @@ import inspect
 import re
 from typing import Literal, get_args, get_origin
 
-import pytest
 import test_public_api
 from support.every import every
 
@@ -123,7 +122,7 @@ def test_docstrings_and_annotations_have_the_same_names():
     assert seen > 30
 
 
-@pytest.mark.parametrize("module", test_public_api.MODULES)
+@every("module", test_public_api.MODULES)
 def test_a_default_that_is_a_name_is_annotated_as_one(module):
     """Text with a default of one word is a name; those that are none are listed."""
     free = {"prefix", "label", "device", "problem", "diverged", "status", "note", "criteria"}

@@ -15,6 +15,7 @@ import pytest
 from conftest import DATA
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from support.every import every
 
 import gradstats
 from gradstats.errors import InputError
@@ -40,7 +41,7 @@ def closed():
     plt.close("all")
 
 
-@pytest.mark.parametrize("name", MADE)
+@every("name", MADE)
 def test_every_result_shows_itself(name):
     thing = MADE[name]()
     assert type(thing).__name__ == name
@@ -102,7 +103,7 @@ def test_flags_are_words_and_names_cannot_be_markup():
     assert "<b>" not in Records([{"layer": "<b>"}])._repr_html_()
 
 
-@pytest.mark.parametrize(
+@every(
     ("numbers", "text"),
     [
         ((0.83412, 0.81377, 0.85447), "0.834 (0.814 to 0.854)"),
@@ -138,7 +139,7 @@ PUBLIC = ("gradstats", "gradstats.hooks", "gradstats.plots", "gradstats.threshol
           "gradstats.statistics.pot", "capture")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@every("name", PUBLIC)
 def test_help_shows_no_address(name):
     module = importlib.import_module(name)
     for public in module.__all__:

@@ -18,6 +18,7 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
+from support.every import every
 
 import gradstats
 from gradstats.network import Network
@@ -138,7 +139,7 @@ def signatures(name):
     return texts
 
 
-@pytest.mark.parametrize("name", MODULES)
+@every("name", MODULES)
 def test_signatures_are_as_they_were(name):
     kept, texts = json.loads(SIGNATURES.read_text("utf-8"))[name], signatures(name)
     changed = {n: (t, texts.get(n)) for n, t in kept.items() if texts.get(n) != t}
@@ -147,7 +148,7 @@ def test_signatures_are_as_they_were(name):
     assert added == set(), "run python tests/test_public_api.py --write"
 
 
-@pytest.mark.parametrize("name", MODULES)
+@every("name", MODULES)
 def test_the_page_has_every_public_name(name):
     sections = PAGE.read_text(encoding="utf-8").split("\n## ")
     listed = dict(each.split("\n\n", 1) for each in sections[1:])

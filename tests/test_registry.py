@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 import pytest
+from support.every import every
 
 from gradstats import registry
 from gradstats.compressors import COMPRESSORS
@@ -79,7 +80,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(functions):
         functions["other"]
 
 
-@pytest.mark.parametrize(
+@every(
     ("text", "said"),
     [
         (None, "No such file or directory"),

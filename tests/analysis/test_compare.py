@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from support.every import every
 from support.terminal import records, run
 from torch import nn
 
@@ -156,7 +157,7 @@ def left(tmp_path_factory):
     return write(tmp_path_factory.mktemp("left") / "a.zarr", gradients())
 
 
-@pytest.mark.parametrize("cause", PLANTED)
+@every("cause", PLANTED)
 def test_every_planted_cause_is_named(cause, left, tmp_path):
     right = write(tmp_path / "b.zarr", PLANTED[cause](gradients()))
     found = gradstats.compare(left, right)
@@ -262,7 +263,7 @@ def test_one_file_is_told_for_the_mean_or_the_sum_of_two_ranks(times, what, left
         assert record["cause"] == expected
 
 
-@pytest.mark.parametrize(
+@every(
     ("factor", "cause"),
     [
         (32, "accumulation: B = 32 × A"),
@@ -515,7 +516,7 @@ def right_run(tmp_path_factory):
     return train(tmp_path_factory.mktemp("right") / "right.zarr")
 
 
-@pytest.mark.parametrize(
+@every(
     ("mistake", "step", "cause"),
     [
         ("sum", 0, "accumulation: B = 4 × A"),

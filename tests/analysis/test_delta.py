@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import DATA
 from safetensors.numpy import save_file
+from support.every import every
 from support.terminal import records, run
 from torch.distributed import checkpoint as dcp
 
@@ -83,8 +84,8 @@ def test_sizes_are_those_of_messages_that_give_the_later_checkpoint(dtype):
     assert found["all"]["entropy"] <= found["all"]["bytes"]
 
 
-@pytest.mark.parametrize("law", ["laplace", "normal", "uniform"])
-@pytest.mark.parametrize("scale", [1e-7, 1e-5, 1e-3])
+@every("law", ["laplace", "normal", "uniform"])
+@every("scale", [1e-7, 1e-5, 1e-3])
 def test_the_law_of_the_update_predicts_what_changes_in_bf16(law, scale):
     a = weights()
     found = gradstats.delta(a, stepped(a, scale, law=law), per_layer=True)

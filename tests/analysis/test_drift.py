@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from scipy import stats
+from support.every import every
 from support.traces import DRIFTING_LAYERS, drifting_trace
 
 from gradstats import drift, fit, over_training
@@ -218,8 +219,8 @@ class TestDrift:
             ]
             assert np.mean([math.isnan(low) for _, low, _, _ in found]) > 0.7
 
-    @pytest.mark.parametrize("pattern", ["bursts", "dense start", "random", "log"])
-    @pytest.mark.parametrize(("memory", "ma"), [(0.0, 0.0), (0.5, 0.0), (0.9, -0.5)])
+    @every("pattern", ["bursts", "dense start", "random", "log"])
+    @every(("memory", "ma"), [(0.0, 0.0), (0.5, 0.0), (0.9, -0.5)])
     def test_uneven_steps_seldom_have_a_slope_that_is_not_there(self, pattern, memory, ma):
         """Few intervals miss a slope of zero, of the series that get one and of all; 60 steps, 120 series."""
         from scipy.signal import lfilter

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+from support.every import every
 
 from gradstats.analysis.over import Gradients, Over, Spread, SpreadGradients
 
@@ -33,7 +34,7 @@ def named(name):
     return getattr(importlib.import_module(f"gradstats.analysis.{module}"), function)
 
 
-@pytest.mark.parametrize("name", SHARING)
+@every("name", SHARING)
 def test_users_see_every_option_with_its_default_and_its_meaning(name):
     parameters = inspect.signature(named(name)).parameters
     assert "over" not in parameters

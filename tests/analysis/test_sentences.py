@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from support.every import every
 
 from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import _drift
@@ -25,7 +26,7 @@ def rng():
     return np.random.default_rng(3)
 
 
-@pytest.mark.parametrize(
+@every(
     ("c", "low", "high", "word"),
     [
         (0.3, 0.1, 0.5, "Heavy"),

@@ -11,6 +11,7 @@ import torch
 from conftest import DATA
 from scipy.linalg import hadamard
 from support import traces
+from support.every import every
 from support.terminal import records, run
 
 import gradstats
@@ -232,7 +233,7 @@ def test_the_smallest_format_below_an_error():
         found.smallest(kind="corrected")
 
 
-@pytest.mark.parametrize(
+@every(
     ("options", "message"),
     [
         ({"formats": ["fp5"]}, "number format 'fp5'"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from scipy.stats import kstest
+from support.every import every
 
 CASES = list(intervals.cases())
 BRIEF = [case for case in CASES if case.brief]
@@ -54,7 +55,7 @@ def test_every_quantity_is_in_the_short_run_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", BRIEF, ids=lambda case: f"{case.name}-{case.law}")
+@every("case", BRIEF, ids=lambda case: f"{case.name}-{case.law}")
 def test_the_short_run_stays_in_its_bands(case):
     rows = intervals.measure(case, case.brief)
     stated = [row for row in rows if row["regime"] == "stated"]
@@ -99,7 +100,7 @@ def test_misses_have_a_side_and_a_missing_interval_is_none():
     assert counts == [3, 1, 1, 1]
 
 
-@pytest.mark.parametrize("model", [*intervals.TRUTHS, "pareto"])
+@every("model", [*intervals.TRUTHS, "pareto"])
 def test_clusters_share_a_scale_and_have_the_models_law(model):
     law = intervals.Law(model, intervals.TRUTHS.get(model, (1.25,)), "clusters")
     x = law.draw(np.random.default_rng(7), 100_000)

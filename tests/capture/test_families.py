@@ -7,6 +7,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from support.every import every
 from torch.nn import functional as F
 
 from capture.workloads import RunConfig, gpt, graph, lora, moe, policy, recommender, run
@@ -34,7 +35,7 @@ def task_of(name, rank=0, **settings):
     return config, importlib.import_module(config.info.module).make_task(config, rank)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every("name", FAMILIES)
 def test_a_training_learns_and_is_what_its_seed_says(name, monkeypatch):
     monkeypatch.setattr(lora, "_FIRST_STEPS", 20)
     _, steps, share = FAMILIES[name]

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.every import every
 from support.networks import measured_network
 from support.terminal import records
 from support.terminal import run as terminal
@@ -69,7 +70,7 @@ def test_it_learns_and_says_so_of_unseen_text(autocast):
     assert task.evaluate(task.model)["perplexity"] < before / 2
 
 
-@pytest.mark.parametrize(
+@every(
     ("settings", "message"),
     [
         ({"size": "1G"}, "gpt-pydoc has the sizes 0.1M, 0.5M, 2M"),
@@ -127,7 +128,7 @@ def test_the_command_captures_every_exchange(trace):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
+@every(
     "command",
     [
         ("info",),

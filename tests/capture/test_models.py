@@ -168,7 +168,7 @@ def test_recipes_of_authors_programs_are_theirs():
             RunConfig(**settings).check()
 
 
-@pytest.mark.parametrize(
+@every(
     ("name", "rate", "batch", "epochs"),
     [  # SIDCo's table 1, of all workers' batches one's, MiCRO's, and Marsit's section 5
         ("resnet20-cifar10", 0.1, 512, 140),
@@ -212,7 +212,7 @@ def few_images(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [*ON_CIFAR, "resnet8-cifar16"])
+@every("name", [*ON_CIFAR, "resnet8-cifar16"])
 def test_every_network_for_cifar_takes_a_step(name, few_images):
     torch.manual_seed(0)
     config = RunConfig(workload=name, data_dir=few_images, batch_size=4, nproc=1)
@@ -454,7 +454,7 @@ def test_utterances_are_read_big_endian_and_speakers_held_out(tmp_path):
     assert [text for _, text in seen + unseen] == ["A", "B", "C"]
 
 
-@pytest.mark.parametrize(
+@every(
     ("spoil", "message"),
     [
         (lambda f: (f / "manifest.tsv").unlink(), "cannot read .*manifest"),

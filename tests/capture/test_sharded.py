@@ -7,6 +7,7 @@ import pytest
 import torch
 import xarray
 from ranks import run_ranks
+from support.every import every
 from support.readers import assert_shards_agree
 from workers import sharded
 
@@ -41,7 +42,7 @@ CASES = {  # ranks of the mesh, options of the capture, ranks with gradients
 # fmt: on
 
 
-@pytest.mark.parametrize("case", CASES)
+@every("case", CASES)
 def test_the_gradient_is_that_of_the_model_in_one_piece(tmp_path, case):
     shape, options, leaders = CASES[case]
     path = tmp_path / "run.zarr"

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from support.every import every
 from support.traces import flat_gradient, train
 from torch import nn
 from workers import captures as cases
@@ -53,7 +54,7 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", list(cases.RECORDED))
+@every("name", list(cases.RECORDED))
 def test_what_autograd_left_is_stored(recorded, name):
     folder, results = recorded
     for rank, each in enumerate(results):
@@ -257,8 +258,8 @@ def plain(path, order, *, set_to_none=True):
     return gradients, said, open_trace(path)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(
+@every("set_to_none", [True, False])
+@every(
     ("order", "stored"),
     [
         ("zero forward STEP backward optimize", 0),

@@ -139,7 +139,7 @@ def test_bad_settings_never_start_a_process(tmp_path):
 DIGITS = {"workload": "resnet20-digits", "steps": 40}
 
 
-@pytest.mark.parametrize(
+@every(
     ("settings", "expected"),
     [
         ({"compressor": "topk"}, (0.0, None, None, "averaged", 0)),
@@ -172,7 +172,7 @@ def test_momentum_clipping_and_warm_up_of_a_run(settings, expected):
     json.dumps(optimizer)
 
 
-@pytest.mark.parametrize(
+@every(
     ("settings", "expected"),
     [
         ({"optimizer": "sgd"}, ("SGD", 0.1, 0.0, None, 0.0)),
@@ -658,7 +658,7 @@ def test_a_run_of_sharded_replicas_with_local_steps(tmp_path):
     assert len(result.records) == 2
 
 
-@pytest.mark.parametrize(
+@every(
     ("settings", "said"),
     [
         ({"parallel": "tp"}, "ddp, fsdp, hsdp"),

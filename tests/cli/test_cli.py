@@ -85,9 +85,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("command", "fields"), FIELDS.items(), ids=lambda v: v[0] if isinstance(v, tuple) else ""
-)
+@every(("command", "fields"), FIELDS.items(), ids=lambda v: v[0] if isinstance(v, tuple) else "")
 def test_json_records_have_the_fields_of_the_design(command, fields):
     for record in records(*command):
         assert record.keys() >= fields
@@ -135,7 +133,7 @@ WIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", WIDE, ids=lambda c: "-".join(map(str, c[::2])))
+@every("command", WIDE, ids=lambda c: "-".join(map(str, c[::2])))
 def test_tables_fit_80_columns(command):
     done = run(*command)
     assert done.returncode == 0, done.stderr
@@ -271,7 +269,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@every("name", ODD)
 def test_odd_gradients_have_tables(name, tmp_path):
     path = tmp_path / "x.npy"
     np.save(path, ODD[name])
@@ -282,7 +280,7 @@ def test_odd_gradients_have_tables(name, tmp_path):
         assert max(map(cell_len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", ODD)
+@every("name", ODD)
 def test_odd_gradients_have_the_numbers_that_numpy_has(name, tmp_path):
     path, x = tmp_path / "x.npy", ODD[name]
     np.save(path, x)
@@ -352,7 +350,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize(("make", "message"), UNREADABLE.values(), ids=UNREADABLE)
+@every(("make", "message"), UNREADABLE.values(), ids=UNREADABLE)
 def test_what_is_no_gradient_is_one_line(make, message, tmp_path):
     path = tmp_path / "x.npy"
     make(path)
@@ -535,7 +533,7 @@ COMPLETIONS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), COMPLETIONS, ids=[w for w, _ in COMPLETIONS])
+@every(("words", "expected"), COMPLETIONS, ids=[w for w, _ in COMPLETIONS])
 def test_completion(words, expected, monkeypatch):
     monkeypatch.setenv("_GRADSTATS_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"gradstats {words}")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import DATA, ROOT
 from matplotlib.figure import Figure
+from support.every import every
 from support.terminal import run
 from support.traces import LAYERS, write
 
@@ -55,9 +56,10 @@ def test_every_figure_of_the_package_can_be_drawn():
     assert set(FIGURES) == drawn - {"png", "save"}
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@every("name", FIGURES)
 def test_every_figure_is_drawn_in_its_size(name, trace, drawn, monkeypatch):
     called, draw = [], getattr(plots, name)
+    drawn.clear()
 
     def spy(*given, ax, **rest):
         called.append((given, rest, draw(*given, ax=ax, **rest)))
@@ -93,7 +95,7 @@ def test_the_gradient_is_the_one_asked_for(drawn):
         assert np.allclose(line.get_xydata(), other.get_xydata(), equal_nan=True)
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@every("name", FIGURES)
 def test_a_layer_is_drawn_or_refused(name, trace, drawn, monkeypatch):
     said = {}
 
@@ -138,7 +140,7 @@ def test_records_of_traces_are_summed_and_named(trace, drawn):
     assert np.allclose(line.get_xdata(), np.cumsum([r["bytes"] for r in rows]) / 1e6)
 
 
-@pytest.mark.parametrize(
+@every(
     ("command", "said"),
     [
         (("tial", "run.zarr", "-o", "x.pdf"), "no figure 'tial'; there are tail, density"),

@@ -220,7 +220,7 @@ def test_a_claim_of_many_positions_allocates_nothing():
                 unpack(words, 2**40, codec)
 
 
-@pytest.mark.parametrize(
+@every(
     ("name", "options", "message"),
     [
         ("randomk", {"indices": "rice"}, "randomk sends no positions: leave indices out"),

@@ -102,7 +102,7 @@ def test_dense_values_of_8_bits_lose_nothing_though_they_are_rounded_twice():
         assert numel < 10_000 or sizes[0] == pytest.approx(1.5 * (1 + 4 / 256) * numel, rel=0.01)
 
 
-@pytest.mark.parametrize("name", cases.SYSTEMS)
+@every("name", cases.SYSTEMS)
 def test_trainings_with_coded_positions_are_the_same_bit_for_bit(name):
     for pairs, _ in trained():
         plain, coded = pairs[name]

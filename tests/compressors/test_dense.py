@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.every import every
 
 from gradstats.compressors import DenseCompressor
 from gradstats.primitives import set_num_threads
@@ -22,7 +23,7 @@ def threads(request):
     set_num_threads(None)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 16, 4095, 4097, (1 << 21) + 3])
+@every("numel", [0, 1, 16, 4095, 4097, (1 << 21) + 3])
 def test_loops_round_and_average_as_operators_do(numel, threads):
     values = np.random.default_rng(numel).standard_t(2, numel).astype(np.float32)
     values[: len(ODD)] = ODD[:numel]

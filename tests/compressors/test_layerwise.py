@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_once, run_ranks
+from support.every import every
 from workers import layerwise as cases
 
 from gradstats.collectives import SparseAllGather
@@ -331,7 +332,7 @@ def test_the_ways_to_send_hide_what_can_be_hidden():
     ]
 
 
-@pytest.mark.parametrize(
+@every(
     ("seconds", "chosen"),
     [
         ((1.0, 1.0, 1.0), 1),  # most elements at no cost
@@ -390,10 +391,8 @@ def test_equation_20_has_two_forms():
 
 
 @distributed
-@pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize(
-    "what", ["plain", "accumulation", "autocast", "bfloat16 model", "groups", "unused"]
-)
+@every("layerwise", [False, True])
+@every("what", ["plain", "accumulation", "autocast", "bfloat16 model", "groups", "unused"])
 def test_training_as_people_do_it(what, layerwise):
     results = run_ranks(2, cases.realistic, what, layerwise)
     # a bfloat16 gradient receives the average rounded to 8 bits

@@ -152,7 +152,7 @@ def device_bits(request):
         yield request.param
 
 
-@pytest.mark.parametrize(("a", "n"), [(1, 2), (1, 3), (2, 3), (3, 8), (5, 7), (1, 200), (0, 3)])
+@every(("a", "n"), [(1, 2), (1, 3), (2, 3), (3, 8), (5, 7), (1, 200), (0, 3)])
 def test_bits_made_64_at_a_time_have_exactly_their_probability(a, n, device_bits):
     # of Triton seven blocks: its interpreter is slow
     count = 400_000 if device_bits == "triton" else 1_600_000
@@ -216,7 +216,7 @@ def test_stochastic_signs_are_unbiased():
     assert not stochastic_sign_bits(torch.tensor([-3.0]), 3.0, generator)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 2047, 2048, 2049, 10_000])
+@every("n", [0, 1, 7, 8, 9, 2047, 2048, 2049, 10_000])
 def test_packed_signs_are_the_bits_and_their_sum(n):
     """The compiled loop against torch's operators, coins for zeros included."""
     values = torch.from_numpy(np.random.default_rng(n).laplace(size=n).astype(np.float32))
@@ -319,7 +319,7 @@ def test_the_most_square_torus():
     ]
 
 
-@pytest.mark.parametrize(
+@every(
     "make",
     [
         lambda: Marsit(full_every=0),

@@ -73,7 +73,7 @@ def test_nothing_is_lost_and_replicas_are_identical(world, name):
 
 @pytest.mark.distributed
 @each_world
-@pytest.mark.parametrize("name", ["micro", "micro-paper"])
+@every("name", ["micro", "micro-paper"])
 def test_micro_is_its_algorithm_on_dense_vectors(world, name):
     for _, t, records in steps(world, name):
         corrected, residual = column(records, "corrected"), column(records, "residual")
@@ -107,7 +107,7 @@ def test_micro_is_its_algorithm_on_dense_vectors(world, name):
 
 @pytest.mark.distributed
 @each_world
-@pytest.mark.parametrize("bits", [4, 10])
+@every("bits", [4, 10])
 def test_all_ranks_use_the_threshold_of_all_their_magnitudes(world, bits):
     for step in zip(*(r["one threshold"][bits] for r in reports(world)), strict=True):
         thresholds = {threshold for _, threshold, *_ in step}
@@ -307,7 +307,7 @@ def test_unbiased_randomk_has_the_dense_mean_as_its_expectation():
 
 @pytest.mark.distributed
 @each_world
-@pytest.mark.parametrize("name", ["redsync-quant", "redsync-quant-search"])
+@every("name", ["redsync-quant", "redsync-quant-search"])
 def test_quantised_redsync_sends_one_sign_and_its_mean(world, name):
     for kind, t, records in steps(world, name):
         sign = 1 if t % 2 == 0 else -1

@@ -14,6 +14,7 @@ import pytest
 import typer
 from conftest import ROOT
 from safetensors.numpy import save_file
+from support.every import every
 from support.installed import files_of
 from support.networks import measured_network
 from support.terminal import commands, run
@@ -124,7 +125,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("page", sorted({page for page, *_ in LINES}))
+@every("page", sorted({page for page, *_ in LINES}))
 def test_the_programs_take_every_command_line(page, folder, forgotten, monkeypatch):
     monkeypatch.chdir(folder)
     for _, whole, words in (line for line in LINES if line[0] == page):

@@ -36,7 +36,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@every("name", OPTIONS)
 def test_every_option_is_described(name):
     make, other = OPTIONS[name]
     assert dict(described("x", make())) == dict(described("x", make()))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from support.every import every
 from workers import local_steps as cases
 
 from gradstats import open_trace
@@ -77,7 +78,7 @@ def test_without_an_outer_optimizer_parameters_become_the_mean(two):
     assert max(rank["mean"] for rank in two) < 1e-6
 
 
-@pytest.mark.parametrize("name", cases.OPTIONS)
+@every("name", cases.OPTIONS)
 def test_it_learns_and_ends_with_the_same_parameters_everywhere(two, name):
     results = [rank[f"learns, {name}"] for rank in two]
     for first, last, parameters, exchanges in results:

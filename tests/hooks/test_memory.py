@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
+from support.every import every
 from workers import memory as cases
 
 from gradstats.compressors import RandomK, SignSGD, TopK
@@ -40,7 +41,7 @@ def means(found):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
+@every(
     "name",
     [*cases.COMPRESSORS, "small", "named", "all dense", "warm-up", "warm-up, then all"],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from micro_batches import ask_noise, population, truth
+from support.every import every
 from torch import nn
 from workers import monitor as cases
 from workers.hook import model
@@ -42,8 +43,8 @@ def whole(net, losses):
     return torch.stack(found).detach().double().numpy()
 
 
-@pytest.mark.parametrize("micro", [2, 5])
-@pytest.mark.parametrize("kind", ["plain", "scaled", "zeros", "sometimes", "float64"])
+@every("micro", [2, 5])
+@every("kind", ["plain", "scaled", "zeros", "sometimes", "float64"])
 def test_the_sums_are_those_of_the_micro_batches_alone(kind, micro):
     dtype = torch.float64 if kind == "float64" else torch.float32
     net = (Sometimes() if kind == "sometimes" else model()).to(dtype)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranks import run_once, run_ranks
 from support.checkpoints import resealed
+from support.every import every
 from workers import state as cases
 
 from gradstats.compressors import (
@@ -87,8 +88,8 @@ def test_a_memory_previews_what_it_adds_and_keeps_whatever_tensor_it_is_given(na
             assert (a[0] == 0).nonzero().flatten().tolist() == masked
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("name", cases.MEMORIES)
+@every("world", [1, 3])
+@every("name", cases.MEMORIES)
 def test_memories_are_the_references_line_by_line(name, world):
     for worst, elements, last in [report[name] for report in run_once(world, cases.memories)]:
         assert worst < 1e-5  # rounding of float32 sums
@@ -168,7 +169,7 @@ def resumed(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RESUMED)
+@every("name", RESUMED)
 def test_stop_and_resume_is_as_if_nothing_had_happened(name, resumed):
     for rank, (same, messages) in enumerate(resumed[name]):
         assert same == [True, True]

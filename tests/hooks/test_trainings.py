@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from support.checkpoints import resealed
+from support.every import every
 from workers import trainings
 
 from gradstats.compressors import Marsit, TopK, make_compressor
@@ -66,8 +67,8 @@ def test_sparse_gradients_are_averaged_exactly():
         assert message.startswith("InputError: words.weight has a sparse gradient")
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["topk", "micro", "lags", "ef-signsgd", "cltk"])
+@every("dtype", ["float64", "bfloat16", "float16"])
+@every("name", ["topk", "micro", "lags", "ef-signsgd", "cltk"])
 def test_large_parameters_of_every_dtype(name, dtype):
     # what the ranks sent, rounded to the gradient's dtype, plus what they kept, is what they had
     largest = {"float64": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
@@ -144,8 +145,8 @@ def test_a_schedule_that_cannot_be_followed_is_refused_at_once():
     assert make_compressor("marsit", 0.1).ratio is None
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("name", list(trainings.TRAININGS))
+@every("streams", [False, True])
+@every("name", list(trainings.TRAININGS))
 def test_options_of_ddp_change_nothing(name, streams):
     assert run_ranks(2, trainings.variant, name, streams) == [(True, True)] * 2
 

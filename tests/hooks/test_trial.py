@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from scipy import stats
+from support.every import every
 from trials import DIFFERENCES, decisions
 from workers import trial as cases
 
@@ -143,7 +144,7 @@ def other_batches(install, seed):
 other_batches.loss = 1.0
 
 
-@pytest.mark.parametrize(
+@every(
     ("train", "options", "words"),
     [
         (never_installed, {}, "train must call install(model) before its first step"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
+from support.every import every
 from torch import nn
 from workers import layerwise
 
@@ -127,7 +128,7 @@ def test_a_ratio_of_every_layer_follows_a_schedule():
     assert Layerwise(lambda name, numel: first).ratio is None
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@every("name", SELECTORS)
 def test_a_bare_rule_has_a_name_of_its_own(name):
     assert compressor_class(RULE + name) is SparseCompressor
     bare = make_compressor(RULE + name, 0.01)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import validation
 from records import RESULTS, stored
+from support.every import every
 from support.networks import measured_network
 from support.terminal import main
 
@@ -125,8 +126,8 @@ class TestSelectionsThatWereNotMeasured:
 
 
 class TestSentences:
-    @pytest.mark.parametrize("rate", [1e7, 1e8, 1e9, 1e10, 1e12])
-    @pytest.mark.parametrize("world", [2, 64])
+    @every("rate", [1e7, 1e8, 1e9, 1e10, 1e12])
+    @every("world", [2, 64])
     def test_none_contradicts_another(self, rate, world):
         network = link("1gbit", local=LOCAL)
         found = plan(ZEROS, network, 0.02, [world], compressors=["topk"], rates=[rate])

@@ -194,8 +194,8 @@ def test_seconds_in_closed_form(name, world):
     assert one.seconds(network) == pytest.approx(expected[name], rel=1e-9)
 
 
-@pytest.mark.parametrize("world", [2, 8])
-@pytest.mark.parametrize("name", ["topk", "cltk", "micro", "redsync-quantised", "randomk", "lags"])
+@every("world", [2, 8])
+@every("name", ["topk", "cltk", "micro", "redsync-quantised", "randomk", "lags"])
 def test_a_codec_costs_its_steps_and_saves_its_bytes(name, world):
     """Coding takes time by element of each message, and only what a compressor sends is coded."""
     d, ratio, encode, decode = 1_000_000, 0.01, 3e-9, 5e-9

@@ -176,7 +176,7 @@ def test_the_slower_direction_of_a_link_decides():
         assert one["seconds"] == other["seconds"]
 
 
-@pytest.mark.parametrize(
+@every(
     ("options", "why"),
     [
         ({"local_steps": [8], "fragments": 9}, "8 local steps leave room"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.every import every
 from support.networks import ALPHA, BETA, reports
 from workers import network as cases
 
@@ -51,7 +52,7 @@ def test_a_real_step_takes_no_less_than_its_simulation():
     assert simulated.seconds >= sum(seconds[0]) + sum(seconds[1]) + seconds[2][-1] - 1e-12
 
 
-@pytest.mark.parametrize(
+@every(
     ("merge", "messages"),
     [
         (0, ["d", "c", "b", "a"]),

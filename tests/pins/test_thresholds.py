@@ -18,6 +18,7 @@ import pytest
 import torch
 from pins import corpus
 from pins.stored import WRITES, digest
+from support.every import every
 
 from gradstats.errors import GradstatsError
 from gradstats.thresholds import ESTIMATORS, make_estimator
@@ -145,8 +146,8 @@ def test_every_rule_is_pinned():
     assert list(OPTIONS) == list(ESTIMATORS)
 
 
-@pytest.mark.parametrize("size", RATIOS)
-@pytest.mark.parametrize("name", OPTIONS)
+@every("size", RATIOS)
+@every("name", OPTIONS)
 def test_thresholds_counts_and_stages(name, size, pins, kind):
     moved, far = [], []
     for label, hashes, values in results(name, size):

@@ -247,7 +247,7 @@ def test_orders_of_many_elements(name):
         assert torch.equal(found.values, compiled.values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@every("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_histograms_are_the_same(name, chunk, dtype):
     x = torch.from_numpy(np.random.default_rng(1).standard_t(2, 70_000)).to(dtype)
     x[:7] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, 1e38])
@@ -287,8 +287,8 @@ def test_dense_tensors_are_added_up_without_positions(monkeypatch):
         assert found[3] == pytest.approx(expected[3], rel=1e-12)
 
 
-@pytest.mark.parametrize("programs", [1, 3])
-@pytest.mark.parametrize("numel", [0, 1, 127, 128, 129, 1000])
+@every("programs", [1, 3])
+@every("numel", [0, 1, 127, 128, 129, 1000])
 def test_borders_of_blocks_and_programs(numel, programs, monkeypatch):
     """Of Triton's kernels alone: several blocks a program, and a last one that is not full."""
     kernels = pytest.importorskip("gradstats.primitives.triton_kernels", reason=WHY)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.every import every
 
 from gradstats.errors import InputError
 from gradstats.primitives import codec_operators
@@ -82,7 +83,7 @@ def test_positions_come_back_bit_for_bit(chosen, behind):
     assert read(words, len(chosen)) == chosen
 
 
-@pytest.mark.parametrize(
+@every(
     ("chosen", "numel"),
     [
         ([], 5),

@@ -54,7 +54,7 @@ def cast(x, name):
     return np.clip(x, -largest, largest).astype(ELEMENTS[name])
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
+@every("name", ELEMENTS)
 def test_elements_are_those_of_the_library(name):
     """All sizes, ties and what is too large; also by the steps of the type where torch has a type of its own."""
     form, rng = FORMATS[name], np.random.default_rng(0)
@@ -89,7 +89,7 @@ def test_blocks_are_those_of_the_mx_specification(name, kind):
     assert np.array_equal(form.quantised(x).double().numpy(), np.concatenate(right))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every("kind", KINDS)
 def test_blocks_are_those_of_nvfp4(kind):
     form, x = FORMATS["nvfp4"], numbers(kind, 3200)
     found, scales = form.quantised(x), form.scales(form.rows(x))
@@ -135,7 +135,7 @@ def test_bits_an_element_are_those_of_the_specifications():
     assert all(form.bits_of(0) == 0 for form in FORMATS.values())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@every("name", FORMATS)
 def test_rounding_at_random_has_the_right_mean_and_stays_between_neighbours(name):
     form, generator = FORMATS[name], torch.Generator().manual_seed(1)
     for scale in (1.0, 2.0**-140) if name == "bf16" else (1.0,):

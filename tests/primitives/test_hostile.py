@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support import hostile
+from support.every import every
 
 import gradstats
 from gradstats.errors import InputError
@@ -16,7 +17,7 @@ from gradstats.primitives.ratio import check_count, check_number, check_ratio, c
 SHARDS = 8
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@every("shard", range(SHARDS))
 def test_every_public_function(shard):
     """Neither raw exceptions nor warnings, wrong answers, seconds or a hundred megabytes."""
     calls = islice(hostile.calls(np.random.default_rng(3)), shard, None, SHARDS)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.every import every
 
 from gradstats.errors import InputError
 from gradstats.primitives import histogram, kth_largest, moments
@@ -19,7 +20,7 @@ def gradient(n, seed=0, zeros=0.1):
     return x
 
 
-@pytest.mark.parametrize("n", [0, 1, 100, EXACT, 200_000])
+@every("n", [0, 1, 100, EXACT, 200_000])
 def test_is_the_sums_and_the_histogram(xp, n):
     x = gradient(n)
     s = sketch(xp(x))
@@ -31,8 +32,8 @@ def test_is_the_sums_and_the_histogram(xp, n):
     assert (s.values is not None) == (np.count_nonzero(x) <= EXACT)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 9000, 60_000, 199_999])
-@pytest.mark.parametrize("n", [20_000, 200_000])
+@every("cut", [0, 1, 9000, 60_000, 199_999])
+@every("n", [20_000, 200_000])
 def test_parts_add_up(n, cut):
     x = gradient(n)
     whole, both = sketch(x), sketch(x[: min(cut, n)]) + sketch(x[min(cut, n) :])

@@ -150,8 +150,8 @@ def test_counts_of_all_are_those_of_each_block_alone(first):
         np.testing.assert_array_equal(counts, np.trim_zeros(bins, "b"))
 
 
-@pytest.mark.parametrize("code", ["compiled", "torch"])
-@pytest.mark.parametrize("least", [1, 20, 300, 10_000])
+@every("code", ["compiled", "torch"])
+@every("least", [1, 20, 300, 10_000])
 def test_no_cell_dominates_a_tail_below_the_limit(code, least):
     """By looking at every tail and every cell of it."""
     draw, kept = np.random.default_rng(least), []

@@ -3,7 +3,7 @@
 import re
 
 import numpy as np
-import pytest
+from support.every import every
 from support.traces import trace_of_steps
 
 import gradstats
@@ -144,7 +144,7 @@ MORE = {
 """What stands behind headlines, too."""
 
 
-@pytest.mark.parametrize("name", MAKE)
+@every("name", MAKE)
 def test_the_first_screen_is_right(name, tmp_path):
     rng = np.random.default_rng(0)
     steps = [MAKE[name](rng, step).astype(np.float32) for step in range(STEPS)]

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from support.every import every
 from support.terminal import Runner
 from support.traces import trace_of_steps
 
@@ -160,7 +161,7 @@ def test_what_differs_is_what_the_table_shows(change, path, tmp_path):
     assert change != "a factor at the last step" or found.first["step"] == len(steps) - 1
 
 
-@pytest.mark.parametrize("name", DATA)
+@every("name", DATA)
 def test_ranks_that_agree_are_said_to(name, tmp_path):
     """No side is claimed of the batch without an interval, and the reason is one, in every place."""
     path = trace_of_steps(tmp_path / "run.zarr", DATA[name], ranks=3)

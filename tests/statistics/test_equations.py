@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from scipy import integrate, special, stats
+from support.every import every
 
 from gradstats import fit, quality
 from gradstats.primitives import moments
@@ -57,8 +58,8 @@ def test_equations_17_to_20_double_gamma(shape):
         assert magnitude.cdf(x) == pytest.approx(special.gammainc(shape, x / scale))  # (20)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("ratio", RATIOS)
+@every("shape", SHAPES)
+@every("ratio", RATIOS)
 def test_equations_14_15_and_21_to_24_the_closed_gamma_threshold_is_an_upper_bound(shape, ratio):
     x = special.gammainccinv(shape, ratio)  # (14) in units of β
     assert 1 - ratio >= 1 - x ** (shape - 1) * math.exp(-x) / math.gamma(shape) - 1e-12  # (21)

@@ -68,7 +68,7 @@ class TestDoubleGenpareto:
         assert stats.kstest(draws, double_genpareto(0.1).cdf).pvalue > 0.01
 
 
-@pytest.mark.parametrize("model", MODELS)
+@every("model", MODELS)
 def test_the_magnitude_law_is_the_signed_law_folded(model):
     shape = {"dgamma": (0.6,), "double_genpareto": (0.2,), "t": (3.0,), "gennorm": (0.8,)}
     args = shape.get(model, (0.9,) if SHAPES[model] else ())
@@ -133,7 +133,7 @@ class TestClosedForms:
 class TestAgainstScipy:
     """Maximum likelihood is SciPy's, where SciPy's generic optimiser finds it."""
 
-    @pytest.mark.parametrize(
+    @every(
         ("model", "shape"),
         [
             ("dgamma", (0.4,)),
@@ -406,7 +406,7 @@ def mean_square_of(model, shape):
     return law.moment(2) / law.mean() ** 2
 
 
-@pytest.mark.parametrize(
+@every(
     ("model", "mean_square", "n", "flags"),
     [
         ("double_genpareto", mean_square_of("double_genpareto", 0.24), 1000, ()),
@@ -474,7 +474,7 @@ TRUTHS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@every("model", MODELS)
 def test_standard_errors_are_those_of_the_fisher_information(model):
     """Scores by central differences of the density, at the quantiles of an ideal sample."""
     shape = {SHAPES[model]: TRUTHS[model]} if SHAPES[model] else {}
@@ -494,7 +494,7 @@ def test_standard_errors_are_those_of_the_fisher_information(model):
     assert [f.stderr[name] for name in truth] == pytest.approx(expected, rel=near)
 
 
-@pytest.mark.parametrize(
+@every(
     ("model", "method", "shape"),
     [
         ("laplace", "closed", None),
@@ -625,7 +625,7 @@ def test_models_and_distributions_have_the_same_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "method"), SOLVERS)
+@every(("model", "method"), SOLVERS)
 def test_recovery_and_coverage(model, method):
     """500 samples of 2,000: bias within four standard errors of the mean beyond what theory allows (1.5 % for the
     gamma's closed form, 3–4 % for a moment shape and Student's df, whose bias is of order 1/n); 95 % intervals within

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from scipy import stats
+from support.every import every
 
 from gradstats import fit, fit_all
 from gradstats.errors import InputError
@@ -26,7 +27,7 @@ def mine(name="mine", **options):
     return Law(name, "my own", **(law | options))
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@every("law", LAWS.values(), ids=LAWS)
 def test_a_law_is_consistent(law):
     assert LAWS[law.name] is law
     assert law.signed.shapes == law.magnitude.shapes
@@ -43,7 +44,7 @@ def test_a_law_is_consistent(law):
         assert set(fit(x, law.name, method).params) == {*law.parameters, "loc"}
 
 
-@pytest.mark.parametrize(
+@every(
     "law", [*LAWS.values(), mine(), mine(magnitude=stats.uniform)], ids=[*LAWS, "mine", "uniform"]
 )
 def test_a_law_is_bounded_where_some_parameters_end_it(law):
@@ -81,7 +82,7 @@ def test_a_fit_says_where_its_support_ends(method):
     assert fit(heavy, "double_genpareto", method).end == math.inf
 
 
-@pytest.mark.parametrize("name", [n for n in LAWS if n != "double_genpareto"])
+@every("name", [n for n in LAWS if n != "double_genpareto"])
 def test_other_laws_have_no_end(name):
     x = np.random.default_rng(0).uniform(-1, 1, 5000)
     assert fit(x, name, LAWS[name].default_method).end == math.inf

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.every import every
 
 from gradstats import pot, sketch
 from gradstats.primitives.levels import Levels, levels_beyond
@@ -41,8 +42,8 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("n", [20_000, N])
-@pytest.mark.parametrize("name", FORMATS)
+@every("n", [20_000, N])
+@every("name", FORMATS)
 def test_shape_and_quantile_are_those_of_what_was_rounded(name, n):
     x = FORMATS[name](laplace(n))
     row = pot.parameter_stability(x, [0.1])[0]

@@ -10,6 +10,7 @@ import pytest
 from conftest import DATA
 from scipy import optimize, stats
 from scipy.special import ndtri
+from support.every import every
 
 from gradstats import thresholds
 from gradstats.errors import InputError
@@ -207,12 +208,12 @@ def test_excesses_over_a_cut_cell_are_a_whole_number():
 
 
 class TestStages:
-    @pytest.mark.parametrize(
+    @every(
         ("rule", "model"),
         [("sidco-e", "laplace"), ("sidco-p", "double_genpareto"), ("sidco-gp", "dgamma")],
     )
-    @pytest.mark.parametrize("zeros", [0.0, 0.3])
-    @pytest.mark.parametrize("n", [20_000, 200_000])  # every value known, and a histogram
+    @every("zeros", [0.0, 0.3])
+    @every("n", [20_000, 200_000])  # every value known, and a histogram
     def test_agrees_with_the_estimator(self, rule, model, zeros, n):
         x = stats.t(5).rvs(n, random_state=2).astype(np.float32)
         x[: int(zeros * n)] = 0
@@ -513,7 +514,7 @@ class TestTailQuantile:
         assert any("extrapolated" in flag for flag in q.flags)
         assert q.low < math.log(1e7) < q.high
 
-    @pytest.mark.parametrize("c", [-0.4, -1e-5, -1e-9, 0.0, 1e-9, 2e-5, 0.3, 1.5])
+    @every("c", [-0.4, -1e-5, -1e-9, 0.0, 1e-9, 2e-5, 0.3, 1.5])
     def test_slopes_are_the_derivatives(self, c):
         def excess(c, scale, reach):
             return scale * np.expm1(c * reach) / c
@@ -674,7 +675,7 @@ def test_squares_beyond_numbers_are_refused(x):
     assert all("rescale them" in refusal for refusal in refused.values())
 
 
-@pytest.mark.parametrize(
+@every(
     ("x", "unfit"),
     [
         (np.array([1.0]), "at least two"),

@@ -14,7 +14,8 @@ __all__ = ["every"]
 def every(names, cases, ids=None):
     """Run a test for all of these cases as one item; `pytest.mark.parametrize` makes an item of each.
 
-    Decorators on top of each other run the product. A case has its own `monkeypatch` and `tmp_path`.
+    Decorators on top of each other run the product. A case has its own `monkeypatch` and `tmp_path`;
+    other fixtures are made once for all cases, so what a case changes it makes itself.
     """
     names = tuple(n.strip() for n in names.split(",")) if isinstance(names, str) else tuple(names)
     cases = [case if len(names) > 1 else (case,) for case in cases]

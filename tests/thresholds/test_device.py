@@ -172,7 +172,7 @@ def test_how_often_the_host_waits(name, gradient, monkeypatch):
         assert moved.calls.total() == waits, moved.calls
 
 
-@pytest.mark.parametrize(
+@every(
     ("name", "options"),
     [
         *((name, {}) for name in ("topk", "sidco-e", "redsync", "signsgd", "marsit")),

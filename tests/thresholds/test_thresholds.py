@@ -138,7 +138,7 @@ def test_dgc_leaves_a_third_too_many_alone_and_no_more():
     assert any(d["reselected"] for d in found)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@every("name", ESTIMATORS)
 def test_zeros_have_the_threshold_zero(name):
     assert threshold(np.zeros(100, np.float32), 0.1, name) == 0
 
@@ -412,7 +412,7 @@ def test_transcriptions_agree_on_captured_gradients(trace_path, ratio):
             assert threshold(g, ratio, name, **options) == pytest.approx(expected, rel=1e-5), name
 
 
-@pytest.mark.parametrize(
+@every(
     ("stages", "tolerance", "change"),
     [
         (6, (0.2, 9.0), 1),  # k̂/k is 0.29: one stage more
@@ -642,7 +642,7 @@ def test_float64_of_any_size(name, scale):
         assert threshold(x * scale, 0.01, name) / scale == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", list(ESTIMATORS))
+@every("name", list(ESTIMATORS))
 def test_a_threshold_beyond_the_largest_number_is_that(name):
     """What is selected reaches the threshold that is said, also where a model's is beyond float32."""
     rng, largest = np.random.default_rng(0), np.finfo(np.float32).max
@@ -861,8 +861,8 @@ class TestAdaptiveStages:
                 assert sidco._Gradients.left > 0
         assert len(asked) == 2  # the third gradient leaves none
 
-    @pytest.mark.parametrize("level", [0.5, 0.1, 3e-20])
-    @pytest.mark.parametrize("name", ["sidco-e", "sidco-gp", "sidco-p"])
+    @every("level", [0.5, 0.1, 3e-20])
+    @every("name", ["sidco-e", "sidco-gp", "sidco-p"])
     def test_magnitudes_that_are_equal_are_kept_or_not_at_any_size(self, name, level, monkeypatch):
         """The middle of a histogram's cell lies above them all; so it does in a tail that was cut at one magnitude."""
         rng = np.random.default_rng(0)
@@ -933,8 +933,8 @@ class TestAdaptiveStages:
         assert np.mean(fresh) == pytest.approx(0.124, abs=0.005)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("rule", [None, "paper"])
+@every("name", ESTIMATORS)
+@every("rule", [None, "paper"])
 def test_state_resumes_bit_identically(name, rule):
     options = {"rule": rule} if rule and name in ("micro", "redsync", "redsync-trimmed") else {}
     if rule and "sidco" in name:
@@ -975,7 +975,7 @@ def test_selections_come_in_index_order_with_their_values(family):
         assert np.array_equal(selection.values, family[expected.indices]), name
 
 
-@pytest.mark.parametrize("name", list(ESTIMATORS))
+@every("name", list(ESTIMATORS))
 def test_infinities_and_huge_magnitudes_have_an_answer_or_one_error(name):
     """Seven steps each: rules that remember must not stumble over what they remember."""
     rng = np.random.default_rng(0)
@@ -1008,8 +1008,8 @@ def outside(found):
     return type("Outside", (Estimator,), members)()
 
 
-@pytest.mark.parametrize("xp", [np.asarray, torch.tensor])
-@pytest.mark.parametrize("found", [2, 2.0, np.float32(2), np.array(2.0), torch.tensor(2.0)])
+@every("xp", [np.asarray, torch.tensor])
+@every("found", [2, 2.0, np.float32(2), np.array(2.0), torch.tensor(2.0)])
 def test_a_rule_may_find_any_number(found, xp):
     estimate, kept = outside(found).select(xp([1.0, -3.0, 2.0]), 0.5)
     assert (estimate.threshold, estimate.k, kept.indices.tolist()) == (2.0, 2, [1, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.every import every
 
 from gradstats import select
 from gradstats.thresholds import ESTIMATORS, make_estimator
@@ -34,7 +35,7 @@ def gradients():
     yield "tensor", torch.from_numpy(clipped(0.02)).bfloat16()
 
 
-@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "hard"])
+@every("name", [n for n in ESTIMATORS if n != "hard"])
 def test_no_threshold_exceeds_the_largest_element(name):
     for kind, x in gradients():
         live = make_estimator(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
+from support.every import every
 from support.traces import LAYERS, write_shards
 
 from gradstats.hooks import Diagnosis, StepRecord
@@ -22,7 +22,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("column", [*COUNTS, *OF_RUN, *OF_STEPS, *OF_LAYERS], ids=lambda c: c.name)
+@every("column", [*COUNTS, *OF_RUN, *OF_STEPS, *OF_LAYERS], ids=lambda c: c.name)
 def test_every_column_says_how_it_adds_up(column):
     if column.joined is None:
         assert column.name in ("loss", "learning_rate")  # every rank has the whole's

@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 import pytest
+from support.every import every
 from support.traces import LAYERS, gradient, write
 
 from gradstats import open_trace
@@ -26,15 +27,19 @@ from gradstats.trace.stored import StoredArray
 STEPS = list(range(0, 140, 2))
 
 
-@pytest.fixture
-def path(tmp_path, monkeypatch):
-    """Two ranks; rank 0 has two chunks of scalars, each a file: test_packed.py damages packs."""
+def two_ranks(tmp_path, monkeypatch):
+    """Write two ranks; rank 0 has two chunks of scalars, each a file: test_packed.py damages packs."""
     monkeypatch.setattr(writer, "pack", lambda *_: None)
     path = tmp_path / "run.zarr"
     create_trace(path, LAYERS, world_size=2)
     write(path, STEPS, compression=True, expected_steps=64)
     write(path, STEPS[:3], rank=1, store="sketches")
     return path
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    return two_ranks(tmp_path, monkeypatch)
 
 
 def raised(call):
@@ -56,9 +61,10 @@ def harm(file, damage):
         file.unlink()
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-@pytest.mark.parametrize("name", ["loss", "selected", "gradient_nonfinite"])
-def test_a_damaged_chunk_of_a_scalar_hides_nothing_else(path, name, damage):
+@every("damage", ["flip", "truncate", "remove"])
+@every("name", ["loss", "selected", "gradient_nonfinite"])
+def test_a_damaged_chunk_of_a_scalar_hides_nothing_else(tmp_path, monkeypatch, name, damage):
+    path = two_ranks(tmp_path, monkeypatch)
     harm(path / "rank00000" / name / "c" / "1", damage)
     trace = open_trace(path)
     scalars = trace.scalars()
@@ -107,9 +113,10 @@ def test_a_length_that_hides_committed_steps(path, length):
     assert trace.steps(1) == STEPS[:3]
 
 
-@pytest.mark.parametrize("lost", ["zarr.json", "c", "."])
-@pytest.mark.parametrize("name", ["loss", "gradient", "compression", "gradient_zeros", "step"])
-def test_a_lost_array(path, name, lost):
+@every("lost", ["zarr.json", "c", "."])
+@every("name", ["loss", "gradient", "compression", "gradient_zeros", "step"])
+def test_a_lost_array(tmp_path, monkeypatch, name, lost):
+    path = two_ranks(tmp_path, monkeypatch)
     target = path / "rank00000" / name / lost
     target.unlink() if target.is_file() else shutil.rmtree(target.resolve())
     trace = open_trace(path)
@@ -144,7 +151,7 @@ def test_a_lost_rank_does_not_hide_the_other(path):
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "message"),
     [
         ({"numel": float("inf")}, "unreadable numbers"),
@@ -168,7 +175,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ({"layout": [{"name": 5, "offset": 0, "shape": [620]}]}, "parameter layout"),
     ],
 )
-def test_root_attributes_are_checked(path, changes, message):
+def test_root_attributes_are_checked(tmp_path, monkeypatch, changes, message):
+    path = two_ranks(tmp_path, monkeypatch)
     file = path / "zarr.json"
     root = json.loads(file.read_text())
     root["attributes"] |= changes
@@ -178,11 +186,10 @@ def test_root_attributes_are_checked(path, changes, message):
     assert len(text) < 500
 
 
-@pytest.mark.parametrize("where", ["", "rank00000", "rank00000/step", "rank00000/loss"])
-@pytest.mark.parametrize(
-    "what", ["deep", "fifo", "link", "loop", "folder", "list", "huge", "device"]
-)
-def test_anything_in_the_place_of_metadata(path, where, what, tmp_path, monkeypatch):
+@every("where", ["", "rank00000", "rank00000/step", "rank00000/loss"])
+@every("what", ["deep", "fifo", "link", "loop", "folder", "list", "huge", "device"])
+def test_anything_in_the_place_of_metadata(tmp_path, monkeypatch, where, what):
+    path = two_ranks(tmp_path, monkeypatch)
     file = path / where / "zarr.json"
     text = file.read_text()
     file.unlink()
@@ -221,8 +228,8 @@ def test_anything_in_the_place_of_metadata(path, where, what, tmp_path, monkeypa
     assert time.process_time() - start < 5
 
 
-@pytest.mark.parametrize("name", ["gradient", "loss", "step", "compression"])
-@pytest.mark.parametrize(
+@every("name", ["gradient", "loss", "step", "compression"])
+@every(
     "change",
     [
         {"shape": [10**12]},
@@ -236,7 +243,8 @@ def test_anything_in_the_place_of_metadata(path, where, what, tmp_path, monkeypa
         {"chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}}},
     ],
 )
-def test_hostile_array_metadata_is_bounded(path, name, change):
+def test_hostile_array_metadata_is_bounded(tmp_path, monkeypatch, name, change):
+    path = two_ranks(tmp_path, monkeypatch)
     file = path / "rank00000" / name / "zarr.json"
     about = json.loads(file.read_text())
     if "chunk" in change:
@@ -280,8 +288,8 @@ def test_a_trace_that_claims_a_million_million_elements(tmp_path):
         assert "chunks are missing" in raised(call)
 
 
-@pytest.mark.parametrize("what", ["fifo", "folder", "claim"])
-@pytest.mark.parametrize("file", ["gradient/c/1/0", "loss/c/0", "step/c/0"])
+@every("what", ["fifo", "folder", "claim"])
+@every("file", ["gradient/c/1/0", "loss/c/0", "step/c/0"])
 def test_anything_in_the_place_of_a_chunk(tmp_path, what, file):
     path = tmp_path / "run.zarr"
     create_trace(path, LAYERS)
@@ -383,12 +391,13 @@ def nested(depth):
     return value
 
 
-@pytest.mark.parametrize(
+@every(
     "value",
     [float("nan"), np.float32(1), {1, 2}, b"bytes", object(), nested(100_000), {(1, 2): 3}, 1j],
     ids=lambda value: type(value).__name__,
 )
-def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(path, value):
+def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, monkeypatch, value):
+    path = two_ranks(tmp_path, monkeypatch)
     before = sorted(p for p in path.rglob("*"))
     for target, overwrite in ((path.with_name("new.zarr"), False), (path, True)):
         with pytest.raises(InputError, match="JSON cannot hold the value of 'ratio'") as caught:

@@ -17,6 +17,7 @@ import xarray
 from faults import kills
 from forked import CONTEXT
 from ranks import run_ranks
+from support.every import every
 from support.readers import (
     assert_all_agree,
     assert_as_written,
@@ -64,7 +65,7 @@ CASES = {
 # fmt: on
 
 
-@pytest.mark.parametrize("case", CASES)
+@every("case", CASES)
 def test_every_kind_opens_everywhere(tmp_path, case):
     path = tmp_path / "run.zarr"
     create_trace(path, LAYERS, world_size=4, metadata={"model": "linear"})
@@ -99,7 +100,7 @@ SHARDED = {
 # fmt: on
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@every("case", SHARDED)
 def test_every_kind_of_a_sharded_model_opens_everywhere(tmp_path, case):
     world, options = SHARDED[case]
     path = tmp_path / "run.zarr"

@@ -9,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import zarr
+from support.every import every
 from support.readers import assert_all_agree, assert_as_written
 from support.traces import LAYERS, NUMEL, gradient, write
 
@@ -20,11 +21,15 @@ from gradstats.trace import format as trace_format
 ONE = {"kinds": ["gradient"], "store": "sketches"}
 
 
-@pytest.fixture
-def path(tmp_path):
+def empty(tmp_path):
     path = tmp_path / "run.zarr"
     create_trace(path, LAYERS)
     return path
+
+
+@pytest.fixture
+def path(tmp_path):
+    return empty(tmp_path)
 
 
 @pytest.fixture
@@ -159,9 +164,10 @@ def test_a_disk_that_is_full_leaves_the_chunk_files(path, monkeypatch):
     assert_as_written(assert_all_agree(path), 0, range(6), ["gradient"])
 
 
-@pytest.mark.parametrize("damage", ["chunk", "index", "truncate", "remove"])
-@pytest.mark.parametrize("array", ["gradient_counts", "loss", "step"])
-def test_damage_of_a_pack_is_one_line(path, monkeypatch, array, damage):
+@every("damage", ["chunk", "index", "truncate", "remove"])
+@every("array", ["gradient_counts", "loss", "step"])
+def test_damage_of_a_pack_is_one_line(tmp_path, monkeypatch, array, damage):
+    path = empty(tmp_path)
     monkeypatch.setattr(trace_format, "GROW", 2)
     write(path, range(5), expected_steps=2, kinds=["gradient"], store="sketches")
     folder = path / "rank00000" / array

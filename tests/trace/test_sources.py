@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import DATA
 from safetensors.torch import save_file
+from support.every import every
 
 from gradstats import open_trace, quality, save_safetensors
 from gradstats.analysis.fits import fit_records
@@ -84,8 +85,8 @@ def test_pickles_are_not_opened(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors", ".pt"])
-@pytest.mark.parametrize("keep", [0, 20, -5])
+@every("suffix", [".npy", ".npz", ".safetensors", ".pt"])
+@every("keep", [0, 20, -5])
 def test_truncated_files_are_one_line(tmp_path, suffix, keep):
     path = save(tmp_path / f"g{suffix}")
     path.write_bytes(path.read_bytes()[:keep])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xarray
 from forked import CONTEXT
+from support.every import every
 from support.traces import LAYERS, NUMEL, gradient, write
 
 import gradstats
@@ -418,8 +419,8 @@ def test_what_is_no_path_is_said_in_one_short_line(path):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("field", ["steps", "ranks", "kinds", "layers"])
-@pytest.mark.parametrize("value", [5, "gradient", 1.5, object()])
+@every("field", ["steps", "ranks", "kinds", "layers"])
+@every("value", [5, "gradient", 1.5, object()])
 def test_what_is_no_list_selects_nothing(field, value):
     with pytest.raises(InputError, match=f"{field} must be a list or a tuple, not "):
         Subset(**{field: value})
