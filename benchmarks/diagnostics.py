@@ -3,8 +3,9 @@
     python benchmarks/diagnostics.py [NAME …] [--data-dir FOLDER]
 
 Each study trains ResNet-20 on the embedded digits and writes flat records to docs/results/NAME.json, which ``make
-figures`` draws. ``bench_models`` trains larger models, on the data sets in the subfolders of a folder, and runs only
-where it is named. It, ``timeline`` and ``time_split`` need a quiet machine; nothing else depends on the clock.
+figures`` draws. ``bench_models`` and ``delta_models`` train larger models, on the data sets in the subfolders of a
+folder, and run only where they are named. ``bench_models``, ``timeline`` and ``time_split`` need a quiet machine;
+nothing else depends on the clock.
 """
 
 from __future__ import annotations
@@ -64,12 +65,28 @@ def overlap() -> Records:
 
 def delta() -> Records:
     """Measure δ_l of LAGS-SGD's eq. 21 in every layer; its assumption 1 is δ_l ≤ 1."""
+    return _delta(steps=300, every=10)
+
+
+def _delta(every: int, **settings: Any) -> Records:
+    options = {"adaptive": False}
     _, trace = train(
-        "lags", nproc=4, steps=300, every=10, diagnose_every=10, options={"adaptive": False}
+        "lags", nproc=4, every=every, diagnose_every=every, options=options, **settings
     )
     return [
         {name: r[name] for name in ("layer", "numel", "target", "step", "delta")}
         for r in gradstats.compression(trace, per_layer=True)
+    ]
+
+
+def delta_models(data: Path) -> Records:
+    """Measure δ_l in the larger models of LAGS-SGD's figure 2, of which it shows ResNet-20, VGG16 and an LSTM."""
+    return [
+        {"workload": workload, **record}
+        for workload in ("vgg16-cifar10", "lstm-ptb")
+        for record in _delta(
+            every=5, steps=60, workload=workload, data_dir=data / MODELS[workload], batch_size=8
+        )
     ]
 
 
@@ -140,7 +157,7 @@ def bench_models(data: Path) -> Records:
 STUDIES: dict[str, Callable[..., Records]] = {
     f.__name__: f for f in (build_up, overlap, delta, matching_rate, sidco, timeline, time_split)
 }
-ASKED: dict[str, Callable[..., Records]] = {"bench_models": bench_models}
+ASKED: dict[str, Callable[..., Records]] = {f.__name__: f for f in (bench_models, delta_models)}
 """Studies that run only where they are named."""
 
 
@@ -154,6 +171,11 @@ def summary(name: str, records: Records) -> str:
     if name == "overlap":
         return "\n".join(
             f"| {r['nproc']} | {r['build_up']:.2f} | {100 * r['density']:.2f} % |" for r in records
+        )
+    if name == "delta_models":
+        named = dict.fromkeys(r["workload"] for r in records)
+        return "\n".join(
+            f"{w}: " + summary("delta", [r for r in records if r["workload"] == w]) for w in named
         )
     if name == "delta":
         above = [r for r in records if r["delta"] > 1]

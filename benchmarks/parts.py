@@ -1,0 +1,162 @@
+"""What selecting, packing, unpacking and masking take of RedSync's step (its figure 10), as the workers grow.
+
+    python benchmarks/parts.py [--write]
+
+Ranks train VGG16, and the LSTM of PTB, on random inputs by ``redsync``, quantised and not, at ratio 0.001. What each
+part computes is timed by its thread's processor time, without what it calls of another part: ranks share two cores
+here, where a clock would also count waiting. So the exchange itself is not among the parts. Rows are means over ten
+steps and all ranks; those stored in docs/results/parts.jsonl are not measured again. ``--write`` puts the table into
+docs/systems.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from statistics import fmean
+from threading import local
+from typing import Any
+from unittest import mock
+
+import torch
+from ranks import run_ranks
+from records import RESULTS, Row, by, command, complete, grid, processor, show
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from capture.workloads import RunConfig
+from gradstats.collectives import packed
+from gradstats.collectives.update import SparseUpdate
+from gradstats.compressors import Selector
+from gradstats.hooks import MomentumCorrection, compression_hook
+from gradstats.hooks.systems import make_state
+
+FILE = RESULTS / "parts.jsonl"
+WORKERS = {"vgg16-cifar10": (2, 4, 8), "lstm-ptb": (2, 4)}
+"""Numbers of workers; eight of the LSTM's 66 million parameters need more memory than this machine has."""
+BATCH = 4
+BEFORE, STEPS = 3, 10
+"""Steps that are not timed, in which messages get their sizes, and those that are: the paper's ten."""
+PARTS = ("mask", "select", "pack", "unpack")
+
+
+class Parts:
+    """Processor time by part; what a part calls of another is the other's."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._thread = local()
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose time is this part's."""
+
+        @functools.wraps(function)
+        def wrapper(*given: Any, **options: Any) -> Any:
+            outer = getattr(self._thread, "inner", 0.0)
+            self._thread.inner, started = 0.0, time.thread_time()
+            try:
+                return function(*given, **options)
+            finally:
+                whole = time.thread_time() - started
+                self.seconds[part] += whole - self._thread.inner
+                self._thread.inner = outer + whole
+
+        return wrapper
+
+    @contextmanager
+    def watched(self) -> Iterator[Counter[str]]:
+        """Time what RedSync's parts are here, and give their seconds."""
+        selectors, left = [], [Selector]
+        while left:
+            left += (kind := left.pop()).__subclasses__()
+            selectors.append(kind)
+        places = [
+            *((kind, "select", "select") for kind in selectors if "select" in vars(kind)),
+            *((MomentumCorrection, name, "mask") for name in ("preview", "settle")),
+            (packed, "pack", "pack"),
+            (packed.SparseAllGather, "rounded", "pack"),
+            (packed, "unpack", "unpack"),
+            *((SparseUpdate, name, "unpack") for name in ("begin", "add", "divide")),
+        ]
+        patches = [
+            mock.patch.object(owner, name, self.timed(part, vars(owner)[name]))
+            for owner, name, part in places
+        ]
+        for patch in patches:
+            patch.start()
+        try:
+            yield self.seconds
+        finally:
+            for patch in patches:
+                patch.stop()
+
+
+def train(rank: int, world: int, workload: str, quantise: bool) -> dict[str, float]:
+    """Train on random inputs; return the seconds of a step by part, and how many elements came to how many."""
+    torch.manual_seed(rank)
+    config = RunConfig(workload=workload, nproc=world, batch_size=BATCH)
+    module = importlib.import_module(config.info.module)
+    ddp = DDP(module.make_model(config))
+    state = make_state("redsync", 0.001, ddp.module.named_parameters(), quantise=quantise)
+    ddp.register_comm_hook(state, compression_hook)
+    inputs = module.example(config)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    with Parts().watched() as seconds:
+        for step in range(BEFORE + STEPS):
+            if step == BEFORE:
+                seconds.clear()
+            found = ddp(*inputs)
+            output = found[0] if isinstance(found, tuple) else found
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    numel = sum(p.numel() for p in ddp.parameters())
+    return {"numel": numel, **{part: seconds[part] / STEPS for part in PARTS}}
+
+
+def measure(workload: str, quantise: bool, workers: int) -> Row:
+    """Return the row of a training, the mean of its ranks."""
+    ranks = run_ranks(workers, train, workload, quantise, limit_s=900)
+    means = {part: round(fmean(rank[part] for rank in ranks), 6) for part in PARTS}
+    case = {"workload": workload, "quantise": quantise, "workers": workers}
+    return {**case, "numel": ranks[0]["numel"], **means, "processor": processor()}
+
+
+def table(rows: list[Row]) -> str:
+    """Return milliseconds and shares as Markdown."""
+    lines = []
+    for row in sorted(
+        rows, key=lambda r: (-len(WORKERS[r["workload"]]), r["quantise"], r["workers"])
+    ):
+        whole = sum(row[part] for part in PARTS)
+        lines.append(
+            [
+                f"`{row['workload']}`",
+                "yes" if row["quantise"] else "no",
+                str(row["workers"]),
+                *(f"{1e3 * row[part]:.3g}" for part in PARTS),
+                f"{100 * row['unpack'] / whole:.0f}",
+            ]
+        )
+    heads = "training | quantised | workers: | mask ms: | select ms: | pack ms: | unpack ms: | unpack % of these:"
+    return grid(heads, lines)
+
+
+def main() -> None:
+    """Measure what is not stored, and print the table."""
+    options = command(__doc__, "systems.md").parse_args()
+    cases = [
+        (workload, quantise, workers)
+        for workload, quantise in product(WORKERS, (False, True))
+        for workers in WORKERS[workload]
+    ]
+    rows = complete(FILE, by("workload", "quantise", "workers"), cases, measure)
+    show({"parts": table(rows)}, options.write, "systems.md")
+
+
+if __name__ == "__main__":
+    main()
