@@ -29,6 +29,7 @@ import trace_sizes
 from experiment import LAST, steps_to
 from lags import table as lags_table
 from pages import RESULTS, block, put
+from parts import PARTS
 
 import gradstats
 from gradstats.tables import render
@@ -369,6 +370,7 @@ def paper_rows() -> list[tuple[str, str]]:
             f"{more('topk', 4)} and {more('topk', 8)} times the bytes with four and eight workers",
         ),
         ("Traffic and unpacking", f"a dense ring {more('none', 4)} and {more('none', 8)}"),
+        ("Traffic and unpacking", "takes {:.1f} and {:.1f} times".format(*unpacking())),
         (
             "On few nodes",
             f"{ms('redsync-quantised', 'step')} ms a step and {ms('redsync', 'step')} unquantised, of which selecting "
@@ -596,6 +598,12 @@ def facts() -> list[tuple[str, str]]:
         ),
         ("Assumption 1", f"{len(delta) - len(above):,} of {len(delta):,} cases"),
         ("Assumption 1", f"at most {max(r['numel'] for r in above)} elements"),
+        (
+            "Assumption 1",
+            "In VGG16 and the LSTM of PTB in {} and {}".format(
+                *map(at_most_one, delta_models().values())
+            ),
+        ),
         ("Hardly any loss", f"LAGS {perplexity['lags']}, top-k {perplexity['topk']}"),
         (
             "Up to 35",
@@ -645,6 +653,28 @@ def test_the_tables_are_those_of_the_results():
         assert block(mark, text) in shown, (page, mark)
 
 
+def delta_models() -> dict[str, list[float]]:
+    """Return LAGS-SGD's δ of every layer and step in VGG16 and the LSTM."""
+    rows = stored("delta_models.json")
+    return {
+        w: [r["delta"] for r in rows if r["workload"] == w] for w in ("vgg16-cifar10", "lstm-ptb")
+    }
+
+
+def at_most_one(deltas: list[float]) -> str:
+    return f"{sum(d <= 1 for d in deltas)} of {len(deltas)}"
+
+
+def unpacking() -> list[float]:
+    """Return the time of unpacking of four and eight workers over that of two, in VGG16."""
+    rows = {
+        r["workers"]: r["unpack"]
+        for r in stored("parts.jsonl")
+        if (r["workload"], r["quantise"]) == ("vgg16-cifar10", False)
+    }
+    return [rows[4] / rows[2], rows[8] / rows[2]]
+
+
 def sentences() -> list[tuple[str, str]]:
     """Return sentences of other pages whose numbers are those of a table or of the results."""
     bench = {
@@ -691,6 +721,14 @@ def sentences() -> list[tuple[str, str]]:
     (alike,) = {f"{found[vgg, rule]['speedup']:.0f}" for rule in rules}
     speeds, kept = (sorted(found[large, r][f] for r in rules) for f in ("speedup", "quality"))
     most = max(r["seconds"] / r["seconds_best"] for r in small)
+    deltas = delta_models()
+    below = {name: at_most_one(found) for name, found in deltas.items()}
+    (eight,) = [
+        r
+        for r in stored("parts.jsonl")
+        if (r["workload"], r["quantise"], r["workers"]) == (vgg, False, 8)
+    ]
+    share = 100 * eight["unpack"] / sum(eight[part] for part in PARTS)
     return [
         (
             "measurements",
@@ -734,6 +772,17 @@ def sentences() -> list[tuple[str, str]]:
         ("network", f"its bytes grow {grown('micro')}"),
         ("systems", f"sparse systems take {span(sparse)} times as long as PyTorch's dense"),
         ("systems", f"PowerSGD's hook {hook['PowerSGD']:.2f} times"),
+        (
+            "systems",
+            f"in VGG16 {unpacking()[1]:.1f} times from two to eight, to {share:.0f} % of these parts",
+        ),
+        ("systems", f"holds in {below[vgg]} and {below[large]} cases"),
+        ("systems", f"cases; largest are {max(deltas[vgg]):.3f}"),
+        ("systems", f"of 512 elements, and {max(deltas[large]):.3f}"),
+        (
+            "systems",
+            "the medians are {:.3f} and {:.3f}".format(*map(statistics.median, deltas.values())),
+        ),
         ("network", f"losses lie from {span(ended)}, and chance is ln 10 = {math.log(10):.2f}"),
         ("network", f"noise alone: {' and '.join(alone)} times the steps without an exchange"),
     ]

@@ -396,7 +396,9 @@ def nested(depth):
     [float("nan"), np.float32(1), {1, 2}, b"bytes", object(), nested(100_000), {(1, 2): 3}, 1j],
     ids=lambda value: type(value).__name__,
 )
-def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, monkeypatch, value):
+def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, value
+):
     path = two_ranks(tmp_path, monkeypatch)
     before = sorted(p for p in path.rglob("*"))
     for target, overwrite in ((path.with_name("new.zarr"), False), (path, True)):

@@ -184,10 +184,9 @@ def test_shards_that_are_not_a_whole_gradient_are_damage(tmp_path):
     assert np.array_equal(open_trace(path).read(1), gradient(1))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_ranks_of_a_sharded_model_killed_at_random_moments(tmp_path, seed):
+def test_ranks_of_a_sharded_model_killed_at_a_random_moment(tmp_path):
     """What both had committed is there and true, whoever died first."""
-    assert kills.shards(seed, tmp_path) == "nothing lost"
+    assert kills.shards(0, tmp_path) == "nothing lost"
 
 
 @pytest.mark.distributed
@@ -357,7 +356,7 @@ def test_a_file_system_without_links(tmp_path, monkeypatch):
     assert_as_written(assert_all_agree(path), 0, range(9))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_at_a_random_moment_all_readers_agree(tmp_path, seed):
     """SIGKILL: during creation, steps, growth or close, of gradients or sketches."""
     assert kills.writer(seed, tmp_path) == "nothing lost"
@@ -375,7 +374,7 @@ def replace_for_ever(path, reports):
         reports.send(number)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_while_overwriting_no_half_of_an_old_trace_opens(tmp_path, seed):
     path = tmp_path / "run.zarr"
     reports, theirs = CONTEXT.Pipe(duplex=False)
