@@ -728,6 +728,7 @@ def sentences() -> list[tuple[str, str]]:
         for r in stored("parts.jsonl")
         if (r["workload"], r["quantise"], r["workers"]) == (vgg, False, 8)
     ]
+    words_of_parts = [r for r in stored("parts.jsonl") if r["workload"] == large]
     share = 100 * eight["unpack"] / sum(eight[part] for part in PARTS)
     return [
         (
@@ -775,6 +776,10 @@ def sentences() -> list[tuple[str, str]]:
         (
             "systems",
             f"in VGG16 {unpacking()[1]:.1f} times from two to eight, to {share:.0f} % of these parts",
+        ),
+        (
+            "systems",
+            f"RedSync keeps {span((r['quality'] for r in words_of_parts), '.0f')} k: its unpacking",
         ),
         ("systems", f"holds in {below[vgg]} and {below[large]} cases"),
         ("systems", f"cases; largest are {max(deltas[vgg]):.3f}"),
