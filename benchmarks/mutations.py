@@ -51,6 +51,7 @@ ALSO = {
     "union": "tests/network/test_union.py",
     "rates": "tests/compressors/test_layerwise.py",
     "compressors": "tests/test_registry.py",
+    "units": "tests/capture/test_sharded.py",
 }
 """Tests of modules whose tests have another name."""
 LIMIT_S = 600
