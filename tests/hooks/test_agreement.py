@@ -114,7 +114,7 @@ def test_local_steps_that_differ_are_named():
     assert "differ in steps, 4 on rank 0, 3 on rank 1" in said["steps"]
     assert "differ in the outer optimizer's options in step" in said["a scheduler of one rank"]
     assert "lr 0.5" in said["a scheduler of one rank"]
-    for name in ("two steps more", "two steps more, late"):
+    for name in ("two steps more", "two steps more, late", "two steps more, sparse"):
         assert "the ranks have taken different numbers of local steps" in said[name]
         assert "rank 0 has ended after 8, rank 1 is at " in said[name]
     assert "1.bias did not become the same on all ranks: ranks 0 and 1 differ" in said["verified"]

@@ -97,6 +97,11 @@ def local_steps(rank, world):
         ("a scheduler of one rank", {"steps": 2, "rate": 0.1 if rank else None}),
         ("two steps more", {"steps": 2, "total": 10 if rank else 8}),
         ("two steps more, late", {"steps": 2, "delay": 1, "total": 10 if rank else 8}),
+        # a message of other size than what a rank sends that has ended
+        (
+            "two steps more, sparse",
+            {"steps": 2, "total": 10 if rank else 8, "compressor": TopK(0.25)},
+        ),
         ("verified", {"steps": 2, "verify_every": 1, "spoil": rank == 1, "fragments": 2}),
         ("well", {"steps": 2, "verify_every": 1, "delay": 1, "fragments": 2}),
         ("a step more", {"steps": 2, "total": 9 if rank else 8}),
