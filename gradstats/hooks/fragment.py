@@ -238,6 +238,21 @@ class Fragment:
                 values.lerp_(local[i], mix)
         self.pairs = []
 
+    def end(self, step: int) -> None:
+        """Check that all ranks end a training here.
+
+        Parameters
+        ----------
+        step : int
+            Steps taken.
+
+        Raises
+        ------
+        InputError
+            If ranks have taken other numbers of steps.
+        """
+        self._agree(step, ended=True)
+
     def is_behind(self, step: int, delay: int) -> bool:
         """Tell whether some rank has taken steps that it has not exchanged, on all ranks, at the end of a training.
 
@@ -253,7 +268,7 @@ class Fragment:
         InputError
             If ranks have taken other numbers of steps.
         """
-        self._agree(step, ended=True)
+        self.end(step)
         left = step - self.sent + (delay > 0)
         with _naming_step(step):
             # in the group of the exchanges, whose headers tell where another rank is

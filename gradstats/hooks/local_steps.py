@@ -300,7 +300,7 @@ class LocalSteps(Facts):
         """End the count, and exchange what is left unless an error ended the block."""
         self._optimizers.detach()
         try:
-            if kind is None and not self._data_parallel:
+            if kind is None:
                 self._finish()
         finally:
             # after an error the other ranks may have left the exchange: waiting for it might never end
@@ -474,6 +474,10 @@ class LocalSteps(Facts):
 
     def _finish(self) -> None:
         """Exchange what some rank has not exchanged yet, so that all end with the same parameters."""
+        if self._data_parallel:
+            # every step was exchanged, but a rank that goes on would wait for this one
+            self._fragments[0].end(self.step)
+            return
         for fragment in self._fragments:  # all of them before another exchange of their group
             if fragment.pairs:
                 self._apply(fragment)

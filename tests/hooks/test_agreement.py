@@ -117,6 +117,7 @@ def test_local_steps_that_differ_are_named():
     for name in ("two steps more", "two steps more, late", "two steps more, sparse"):
         assert "the ranks have taken different numbers of local steps" in said[name]
         assert "rank 0 has ended after 8, rank 1 is at " in said[name]
+    assert "flags on rank 0, the beginning of a step on rank 1" in said["two steps more, averaged"]
     assert "1.bias did not become the same on all ranks: ranks 0 and 1 differ" in said["verified"]
     assert said["well"] == ""
     assert "rank 0 has ended after 8, rank 1 has ended after 9" in said["a step more"]

@@ -76,11 +76,11 @@ def local_steps(rank, world):
     """Return what is said where ranks differ in local steps, and where anchors differ that are verified."""
     said = {}
 
-    def train(total=8, rate=None, spoil=False, **options):
+    def train(total=8, rate=None, spoil=False, outer=True, **options):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        outer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
+        outer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5) if outer else None
         with LocalSteps(net, optimizer, outer, **options) as local:
             for step in range(total):
                 if rate is not None and step == 3:
@@ -97,6 +97,8 @@ def local_steps(rank, world):
         ("a scheduler of one rank", {"steps": 2, "rate": 0.1 if rank else None}),
         ("two steps more", {"steps": 2, "total": 10 if rank else 8}),
         ("two steps more, late", {"steps": 2, "delay": 1, "total": 10 if rank else 8}),
+        # every step is an exchange: at its end a rank tells those that go on, which would wait for it
+        ("two steps more, averaged", {"steps": 1, "total": 10 if rank else 8, "outer": False}),
         # a message of other size than what a rank sends that has ended
         (
             "two steps more, sparse",
