@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
+
 import parts
 import pytest
+from pages import block
 from ranks import run_ranks
 from records import DOCS, stored
 
@@ -48,15 +51,12 @@ def test_every_part_is_found_in_a_training(quantise):
 
 def test_unpacking_grows_with_the_workers_as_the_pages_say():
     rows = stored(parts.FILE)
-    share = {}
-    for row in rows:
-        case = row["workload"], row["quantise"]
-        whole = sum(row[part] for part in parts.PARTS)
-        share.setdefault(case, []).append((row["workers"], row["unpack"], row["unpack"] / whole))
-    assert {case: [w for w, *_ in sorted(found)] for case, found in share.items()} == {
-        (workload, quantise): list(workers)
-        for workload, workers in parts.WORKERS.items()
-        for quantise in (False, True)
-    }
-    page = (DOCS / "systems.md").read_text("utf-8")
-    assert parts.table(rows) in page
+    assert block("parts", parts.table(rows)) in (DOCS / "systems.md").read_text("utf-8")
+    for (workload, workers), quantise in product(parts.WORKERS.items(), (False, True)):
+        case = workload, quantise
+        own = [row for row in rows if (row["workload"], row["quantise"]) == case]
+        assert tuple(row["workers"] for row in own) == workers
+        for few, more in pairwise(own):
+            assert more["unpack"] > 1.1 * few["unpack"], case
+            for part in ("mask", "select", "pack"):
+                assert more[part] < 1.3 * few[part], (case, part)

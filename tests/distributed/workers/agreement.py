@@ -97,9 +97,9 @@ def local_steps(rank, world):
         ("a scheduler of one rank", {"steps": 2, "rate": 0.1 if rank else None}),
         ("two steps more", {"steps": 2, "total": 10 if rank else 8}),
         ("two steps more, late", {"steps": 2, "delay": 1, "total": 10 if rank else 8}),
-        # every step is an exchange: at its end a rank tells those that go on, which would wait for it
+        # every step is an exchange: a rank that ends tells those that go on, which would wait for it
         ("two steps more, averaged", {"steps": 1, "total": 10 if rank else 8, "outer": False}),
-        # a message of other size than what a rank sends that has ended
+        # a rank that has ended sends a message of another size
         (
             "two steps more, sparse",
             {"steps": 2, "total": 10 if rank else 8, "compressor": TopK(0.25)},
