@@ -3,14 +3,17 @@
     .venv/bin/python benchmarks/marsit.py --data-dir DIR [--write]
     .venv/bin/python benchmarks/marsit.py --data-dir DIR --own [--write]
     .venv/bin/python benchmarks/marsit.py --times [--write]
+    .venv/bin/python benchmarks/marsit.py --rounds [--write]
 
 Trains as benchmarks/plateau.py does, with a full-precision round every K steps, K from 5 to never, from three seeds.
 Each run is stored in docs/results/marsit.jsonl as soon as it ends, and is not repeated, so the program can be
 interrupted. ``--own`` trains Marsit, signs and dense with the paper's rate for CIFAR-10, 0.03, and its momentum of the
 optimizer; at a third and two thirds of the run Marsit averages in full precision and the rate falls to a tenth, for
 all, as it does once more at eight ninths. It stores docs/results/marsit-own.jsonl. ``--times`` exchanges a gradient
-between four processes over ring, torus and a dense all-reduce in turns instead, and wants a quiet machine. The tables
-are printed at the end; ``--write`` also puts them into docs/systems.md.
+between four processes over ring, torus and a dense all-reduce in turns instead. ``--rounds`` trains the paper's
+AlexNet for CIFAR-10 in four processes on random inputs, by Marsit over ring and torus and by its baselines in turns,
+and splits what a step takes (figure 5). These two want a quiet machine. The tables are printed at the end; ``--write``
+also puts them into docs/systems.md.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import statistics
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from parts import on_random_inputs
 from plateau import interval, one
 from ranks import run_ranks
-from records import RESULTS, Row, by, command, complete, dump, grid, show, stored
+from records import RESULTS, Row, by, command, complete, dump, grid, processor, show, stored
 
 from capture.workloads import WORKLOADS, RunConfig
 from gradstats.compressors import Compressor, DenseCompressor, Marsit
@@ -38,6 +43,14 @@ OWN_RATE, OWN_STEPS = 0.03, 500
 RANKS, SEEDS = 4, 3
 EVERY = (5, 10, 25, 50, 100, None)
 BASELINES = ("none", "dense-bf16")
+WORKLOAD, ROUNDS = "alexnet-cifar10", RESULTS / "marsit-rounds.json"
+SPLIT = (
+    *((system, "") for system in ("dense-bf16", "signsgd", "ef-signsgd", "cascading")),
+    *(("marsit", topology) for topology in ("ring", "torus")),
+)
+"""Systems whose rounds are split, and the topologies that they can choose from. The mean of PyTorch's own all-reduce
+has no parts to time."""
+PARTS = ("compute", "select", "communicate")
 
 
 def train(full_every: int | None, seed: int, data_dir: Path | None) -> Row:
@@ -111,6 +124,44 @@ def measure(rounds: int = 40) -> list[Row]:
     return rows
 
 
+def split(rank: int, world: int, steps: int, workload: str = WORKLOAD) -> list[list[list[float]]]:
+    """Train by each system in turn; return the seconds of each part of each step."""
+    trainings = [
+        # weights stay as they are: cascading diverges in a step
+        on_random_inputs(
+            rank, world, workload, system, rate=0.0,
+            compressor_options={"topology": topology} if topology else {},
+        )
+        for system, topology in SPLIT
+    ]  # fmt: skip
+    found: list[list[list[float]]] = [[] for _ in trainings]
+    for turn in range(steps + 2):
+        for training, own in zip(trainings, found, strict=True):
+            dist.barrier()
+            started = time.perf_counter()
+            record = next(training)
+            whole = time.perf_counter() - started
+            parts = record.select_seconds, record.communicate_seconds
+            if turn >= 2:  # the first makes the model, and DDP its buckets
+                own.append([whole - sum(parts), *parts])
+    return found
+
+
+def rounds(steps: int = 10) -> list[Row]:
+    """Return the seconds of each part of a step by system: the median over the steps of the mean over the ranks."""
+    seconds = np.array(run_ranks(RANKS, split, steps, limit_s=1800))  # rank, system, step, part
+    middle = np.median(seconds.mean(axis=0), axis=1).round(5).tolist()
+    return [
+        {
+            "system": system,
+            "topology": topology,
+            **dict(zip(PARTS, parts, strict=True)),
+            "processor": processor(),
+        }
+        for (system, topology), parts in zip(SPLIT, middle, strict=True)
+    ]
+
+
 def dense() -> list[Row]:
     """Return the runs that plateau.py has stored with the same settings, of dense training and of its 16-bit form."""
     info = WORKLOADS["resnet8-cifar16"]
@@ -163,6 +214,15 @@ def times_table(rows: list[Row]) -> str:
     return grid("elements: | topology | ÷ dense all-reduce: | quartiles", lines)
 
 
+def rounds_table(rows: list[Row]) -> str:
+    """Return milliseconds of the parts of a step."""
+    lines = (
+        [f"`{r['system']}`", r["topology"] or "–", *(f"{1e3 * r[part]:,.0f}" for part in PARTS)]
+        for r in rows
+    )
+    return grid("system | topology | compute ms: | compress ms: | communicate ms:", lines)
+
+
 def main() -> None:
     """Run what is not stored yet, and print the tables."""
     parser = command(__doc__, "systems.md")
@@ -171,9 +231,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=OWN_STEPS, help="steps of --own")
     parser.add_argument("--own", action="store_true", help="train at the paper's rate instead")
     parser.add_argument("--times", action="store_true", help="measure the topologies instead")
+    parser.add_argument("--rounds", action="store_true", help="split rounds of AlexNet instead")
     options = parser.parse_args()
     if options.times:
         dump(TIMES, measure())
+    elif options.rounds:
+        dump(ROUNDS, rounds())
     elif options.own:
         n, key = options.steps, by("compressor", "seed", "steps")
         own = [(name, seed, n) for seed in range(options.seeds) for name in OWN_SYSTEMS]
@@ -186,6 +249,8 @@ def main() -> None:
         tables["marsit-own"] = own_table(stored(OWN))
     if TIMES.exists():
         tables["marsit-times"] = times_table(json.loads(TIMES.read_text()))
+    if ROUNDS.exists():
+        tables["marsit-rounds"] = rounds_table(json.loads(ROUNDS.read_text()))
     show(tables, options.write, "systems.md")
 
 

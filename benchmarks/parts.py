@@ -28,12 +28,13 @@ from ranks import run_ranks
 from records import RESULTS, Row, by, command, complete, grid, processor, show
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from capture.workloads import RunConfig
+from capture.workloads import WORKLOADS, RunConfig
 from gradstats.collectives import packed
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors import Selector
 from gradstats.hooks import MomentumCorrection, compression_hook
 from gradstats.hooks.systems import make_state
+from gradstats.trace.record import StepRecord
 
 FILE = RESULTS / "parts.jsonl"
 WORKERS = {"vgg16-cifar10": (2, 4, 8), "lstm-ptb": (2, 4)}
@@ -90,34 +91,42 @@ class Parts:
             yield self.seconds
 
 
-def train(
-    rank: int, world: int, workload: str, quantise: bool, before: int = BEFORE, steps: int = STEPS
-) -> dict[str, float]:
-    """Train on random inputs; return the elements of the model, k̂/k, and the seconds of a step by part."""
+def on_random_inputs(
+    rank: int, world: int, workload: str, system: str, *, rate: float = 0.001, **options: Any
+) -> Iterator[StepRecord]:
+    """Train in one of several ranks for as long as is asked, at ratio 0.001; yield what its state says of each step."""
     torch.manual_seed(rank)
     config = RunConfig(workload=workload, nproc=world, batch_size=BATCH)
     module = importlib.import_module(config.info.module)
     ddp = DDP(module.make_model(config))
-    state = make_state("redsync", 0.001, ddp.module.named_parameters(), quantise=quantise)
+    state = make_state(system, 0.001, ddp.module.named_parameters(), **options)
     ddp.register_comm_hook(state, compression_hook)
     inputs = module.example(config)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.001)
+    optimizer = torch.optim.SGD(ddp.parameters(), rate)
+    while True:
+        found = ddp(*inputs)
+        output = found[0] if isinstance(found, tuple) else found
+        # the loss of predicting one class: by outputs squared, quantised trainings diverge
+        output.log_softmax(-1)[..., 0].mean().neg().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield state.last
+
+
+def train(
+    rank: int, world: int, workload: str, quantise: bool, before: int = BEFORE, steps: int = STEPS
+) -> dict[str, float]:
+    """Train; return k̂/k, and the seconds of a step by part."""
+    training = on_random_inputs(rank, world, workload, "redsync", quantise=quantise)
     qualities = []
     with Parts().watched() as seconds:
-        for step in range(before + steps):
-            if step == before:
-                seconds.clear()
-                qualities.clear()
-            found = ddp(*inputs)
-            output = found[0] if isinstance(found, tuple) else found
-            # the loss of predicting one class: by outputs squared, quantised trainings diverge
-            output.log_softmax(-1)[..., 0].mean().neg().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            qualities.append(state.last.selected / state.last.target)
-    numel = sum(p.numel() for p in ddp.parameters())
+        for _ in range(before):
+            next(training)
+        seconds.clear()
+        for _ in range(steps):
+            record = next(training)
+            qualities.append(record.selected / record.target)
     return {
-        "numel": numel,
         "quality": fmean(qualities),
         **{part: seconds[part] / steps for part in PARTS},
     }
@@ -128,7 +137,7 @@ def measure(workload: str, quantise: bool, workers: int) -> Row:
     ranks = run_ranks(workers, train, workload, quantise, limit_s=900)
     means = {n: round(fmean(rank[n] for rank in ranks), 6) for n in ("quality", *PARTS)}
     case = {"workload": workload, "quantise": quantise, "workers": workers}
-    return {**case, "numel": ranks[0]["numel"], **means, "processor": processor()}
+    return {**case, "numel": WORKLOADS[workload].parameters, **means, "processor": processor()}
 
 
 def table(rows: list[Row]) -> str:

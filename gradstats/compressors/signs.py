@@ -35,6 +35,7 @@ __all__ = [
     "RandomStream",
     "SignCompressor",
     "SignGathering",
+    "add_signed",
     "bernoulli_bits",
     "bits_per_element",
     "check_scale",
@@ -56,6 +57,8 @@ _DEVICE_STATE = 16
 """Bytes of the state of a device's generator."""
 _WORD = 8
 """Bytes of a word of random bits."""
+_AT_ONCE = 1 << 14
+"""Signs that become numbers together, which a cache holds: whole bytes of them."""
 
 
 def matching_rate(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
@@ -365,12 +368,65 @@ def signed(
     tensor, shape (d,)
         Elements of either sign and one size.
     """
+    if room is None:
+        room = torch.empty(8 * packed.numel(), dtype=dtype, device=packed.device)
+    numbers = _compiled_view(room)
+    if numbers is not None:
+        _spread(packed.numpy(), scale, spread=numbers)
+        return room[:numel]
     # the signs of each byte, made where they are used: nothing is copied to the device
     byte, place = (torch.arange(n, device=packed.device) for n in (256, 8))
     table = ((byte[:, None] >> place & 1) * 2 - 1).to(dtype).mul_(scale)
-    out = None if room is None else room.view(-1, 8)
     # index_select takes no bytes for positions
-    return torch.index_select(table, 0, packed.int(), out=out).view(-1)[:numel]
+    return torch.index_select(table, 0, packed.int(), out=room.view(-1, 8)).view(-1)[:numel]
+
+
+def add_signed(packed: torch.Tensor, scale: float, values: torch.Tensor) -> torch.Tensor:
+    """Add what :func:`signed` returns to values, which takes no memory of their size where compiled loops read them.
+
+    Parameters
+    ----------
+    packed : uint8 tensor, shape (⌈d/8⌉,)
+        Bits, eight a byte, the first lowest: 1 for +, 0 for −.
+    scale : float
+        Size of every element.
+    values : tensor, shape (d,)
+        Overwritten.
+
+    Returns
+    -------
+    tensor, shape (d,)
+        The values.
+    """
+    # to resolve a negation is to copy, and the loop would write into the copy
+    flat = None if values.is_neg() else _compiled_view(values)
+    if flat is None:
+        return values.add_(signed(packed, values.numel(), scale, values.dtype))
+    # what the loop takes off has the other sign
+    _spread(packed.numpy(), -scale, values=flat)
+    return values
+
+
+def _spread(
+    packed: NDArray[np.uint8],
+    scale: float,
+    values: NDArray[np.float32] | None = None,
+    spread: NDArray[np.float32] | None = None,
+) -> None:
+    """Make bits numbers, and take them off from values; of what is not given there is a part at a time, in a cache."""
+    from gradstats.primitives.loops.signs import block_spread_signs
+
+    size = values.size if values is not None else 8 * packed.size
+    left, numbers = np.zeros((2, min(size, _AT_ONCE)), np.float32)
+    for start in range(0, size, _AT_ONCE):
+        part = slice(start, min(start + _AT_ONCE, size))
+        n = part.stop - start
+        block_spread_signs(
+            packed[start // 8 :],
+            np.float32(scale),
+            left[:n] if values is None else values[part],
+            numbers[:n] if spread is None else spread[part],
+        )
 
 
 def take_off(

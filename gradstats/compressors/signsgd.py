@@ -10,6 +10,7 @@ import torch
 from gradstats.compressors.signs import (
     RandomStream,
     SignGathering,
+    add_signed,
     bernoulli_bits,
     check_scale,
     mean_magnitude,
@@ -127,12 +128,11 @@ class _Averaging(SignGathering):
     def _average(
         self, messages: list[tuple[torch.Tensor, float]], corrected: torch.Tensor
     ) -> torch.Tensor:
-        numel, dtype = corrected.numel(), corrected.dtype
         (packed, scale), *others = messages
-        total = signed(packed, numel, scale, dtype)
+        total = signed(packed, corrected.numel(), scale, corrected.dtype)
         # in the order of ranks, and so to the same bits on every rank
         for packed, scale in others:
-            total += signed(packed, numel, scale, dtype)
+            add_signed(packed, scale, total)
         return total.div_(len(messages))
 
 
@@ -165,7 +165,7 @@ class EFSignSGD(_Averaging):
     def _residual(
         self, corrected: torch.Tensor, packed: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        return corrected.sub_(signed(packed, corrected.numel(), scale, corrected.dtype))
+        return add_signed(packed, -scale, corrected)
 
 
 class SSDM(_Averaging):

@@ -297,7 +297,8 @@ def png(figure: Figure, *, dpi: int = 110, optimize: bool = True) -> bytes:
     dpi : int, optional
         Pixels per inch.
     optimize : bool, optional
-        Whether to try all ways of compressing it, which takes six times as long for a file that is 8 % smaller.
+        Whether to take time for the colours nearest to the picture's, and for the smallest file. Without, it takes a
+        seventh of the time, and colours that are off by less than can be seen.
 
     Returns
     -------
@@ -319,7 +320,12 @@ def png(figure: Figure, *, dpi: int = 110, optimize: bool = True) -> bytes:
     image = Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
     figure.set_dpi(before)
     small = io.BytesIO()
-    # the same bytes every time: the median cut has no random start
-    colours = image.quantize(256, Image.Quantize.MEDIANCUT)
+    # the same bytes every time: neither has a random start
+    method = Image.Quantize.MEDIANCUT if optimize else Image.Quantize.FASTOCTREE
+    colours = image.quantize(256, method)
+    # an octree's colours are means: that of the paper stays as it is
+    palette = np.array(colours.getpalette(), np.uint8).reshape(-1, 3)
+    palette[np.asarray(colours)[0, 0]] = pixels[0, 0, :3]
+    colours.putpalette(palette.tobytes())
     colours.save(small, format="png", optimize=optimize)
     return small.getvalue()

@@ -6,12 +6,14 @@ import json
 from functools import partial
 
 import marsit
+import numpy as np
 import pytest
 from pages import block
 from plateau import told_apart
+from ranks import run_ranks
 from records import DOCS, stored
 
-from capture.workloads import RunConfig
+from capture.workloads import WORKLOADS, RunConfig
 
 
 def test_the_page_shows_the_stored_results():
@@ -62,6 +64,20 @@ def test_at_its_own_rate_full_rounds_are_where_the_rate_falls(monkeypatch, syste
         assert list(range(every, len(rates), every)) == falls[:2]
     training = config.training()
     assert (training.momentum, training.nesterov) == (0.9, None)
+
+
+@pytest.mark.distributed
+def test_rounds_are_split_by_system_and_topology():
+    seconds = np.array(run_ranks(4, marsit.split, 2, "resnet20-digits"))
+    assert seconds.shape == (4, len(marsit.SPLIT), 2, len(marsit.PARTS))
+    assert (seconds > 0).all()
+    rows = json.loads(marsit.ROUNDS.read_text(encoding="utf-8"))
+    assert [(row["system"], row["topology"]) for row in rows] == list(marsit.SPLIT)
+    page = (DOCS / "systems.md").read_text(encoding="utf-8")
+    assert block("marsit-rounds", marsit.rounds_table(rows)) in page
+    assert round(WORKLOADS[marsit.WORKLOAD].parameters / 1e6) == 23
+    ring, torus = (row["communicate"] for row in rows[-2:])
+    assert f"communicates for {torus / ring:.2f} of its time over the ring" in page
 
 
 def test_what_the_page_says_of_k():

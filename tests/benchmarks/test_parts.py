@@ -42,7 +42,6 @@ def test_a_part_that_fails_has_its_time_and_leaves_the_next_alone(monkeypatch):
 def test_every_part_is_found_in_a_training(quantise):
     before = packed.pack, packed.SparseAllGather.rounded
     for seconds in run_ranks(2, parts.train, "resnet20-digits", quantise, 1, 2):
-        assert seconds["numel"] == 269_722
         assert all(0 < seconds[part] < 1 for part in parts.PARTS), seconds
     with parts.Parts().watched():
         assert packed.pack is not before[0]

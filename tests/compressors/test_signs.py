@@ -20,6 +20,7 @@ from gradstats.collectives.ring import CHECK, pack_bits, split, unpack_bits
 from gradstats.compressors.cascading import Cascading
 from gradstats.compressors.marsit import Marsit, most_square, transient_merge
 from gradstats.compressors.signs import (
+    add_signed,
     bernoulli_bits,
     bits_per_element,
     matching_rate,
@@ -95,13 +96,21 @@ def test_votes_are_counted_without_unpacking(voters):
 
 
 @every("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@every("n", [0, 1, 8, 9, 1000])
+@every("n", [0, 1, 8, 9, 1000, 40_001])
 def test_packed_bits_become_elements_of_one_size(n, dtype):
-    bits = torch.from_numpy(np.random.default_rng(n).random(n) < 0.5)
+    """In the memory of values, too, of which compiled loops read some."""
+    rng = np.random.default_rng(n)
+    bits, values = torch.from_numpy(rng.random(n) < 0.5), torch.from_numpy(rng.normal(size=n))
+    values = values.to(dtype)
     expected = torch.where(bits, 1.0, -1.0).to(dtype) * torch.tensor(0.3, dtype=dtype)
-    found = signed(pack_bits(bits), n, 0.3, dtype)
+    packed = pack_bits(bits)
+    found = signed(packed, n, 0.3, dtype)
     assert found.dtype == dtype
     assert torch.equal(found, expected)
+    strided = torch.stack([values, values], 1)[:, 0]
+    for each in (values.clone(), strided):
+        assert add_signed(packed, 0.3, each) is each
+        assert torch.equal(each, values + expected)
 
 
 @every("n", [8, 9, 1000])

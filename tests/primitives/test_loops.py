@@ -15,7 +15,8 @@ import torch
 from conftest import ROOT
 from support.every import every
 
-from gradstats.compressors.signs import signed, take_off
+from gradstats.collectives.ring import unpack_bits
+from gradstats.compressors.signs import take_off
 from gradstats.primitives import (
     exceedances,
     histogram,
@@ -514,7 +515,7 @@ def test_signs_are_spread_and_taken_off_in_one_pass(size):
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(size, generator=generator)
     packed = torch.randint(0, 256, (-(-size // 8),), generator=generator, dtype=torch.uint8)
-    expected = signed(packed, size, 0.3, torch.float32)
+    expected = torch.where(unpack_bits(packed, size), 0.3, -0.3)
     left, room = x.clone(), torch.full((8 * packed.numel(),), 7.0)
     taken = take_off(packed, 0.3, left, room)
     assert torch.equal(taken, expected)
