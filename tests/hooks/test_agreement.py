@@ -69,6 +69,23 @@ def test_a_set_is_the_same_in_every_process():
         divide([], frozenset([("*",)]))
 
 
+@every(
+    "case",
+    [
+        ([10, 20, 30, 60], [3, 1]),
+        ([1, 1, 1, 1, 100], [3, 1, 1]),
+        ([100, 1, 1], [1, 1, 1]),
+        ([0, 0, 0], [1, 1, 1]),
+    ],
+)
+def test_fragments_of_about_equal_size_are_never_empty(case):
+    sizes, expected = case
+    named = [(str(i), torch.zeros(n)) for i, n in enumerate(sizes)]
+    parts = divide(named, len(expected))
+    assert [len(part) for part in parts] == expected
+    assert [each for part in parts for each in part] == named
+
+
 def test_a_rate_of_an_optimizer_is_in_its_options():
     weight = torch.nn.Parameter(torch.ones(1))
     one, other = (

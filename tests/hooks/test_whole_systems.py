@@ -25,6 +25,7 @@ from gradstats.compressors.redsync import (
 )
 from gradstats.errors import InputError
 from gradstats.hooks import ErrorFeedback, MomentumCorrection, dgc_warm_up
+from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.hooks.systems import SYSTEMS, dgc, make_state, redsync
 
 
@@ -165,3 +166,10 @@ def test_a_layer_that_travels_whole_keeps_its_momentum():
     for updates in run_ranks(2, layerwise.half_dense):
         assert [len(each) for each in updates] == [1] * 4
         assert [each[0] for each in updates] == pytest.approx([1, 1.9, 2.71, 3.439])
+
+
+def test_dgc_has_an_epoch_for_each_ratio_of_its_warm_up():
+    ratios = len(DGC_RATIOS) - 1  # the last is the training's own
+    for steps in (1, ratios, ratios + 1, 100):
+        (epoch,) = SYSTEMS["dgc"].warm_up(steps).values()
+        assert ratios * (epoch - 1) < steps <= ratios * epoch, steps
