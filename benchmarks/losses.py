@@ -30,6 +30,7 @@ from capture.atlas import PIECES, settings_of
 from capture.workloads import WORKLOADS, RunConfig, run
 from capture.workloads.launch import RunFailedError
 from gradstats.analysis.advise import choose
+from gradstats.analysis.verdicts.advised import setting_of
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.resampling import holm
 
@@ -243,6 +244,7 @@ def held_out(found: Sequence[Row], tolerance: float = 0.02) -> Row:
         "tolerance": tolerance,
         "of": len(rows),
         "within": sum(r["within"] for r in rows),
+        "settings": sorted({setting_of(r) for r in rows}),
         "rows": rows,
     }
 

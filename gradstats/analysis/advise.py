@@ -213,7 +213,10 @@ def advice_for(
     records = choose(kind, properties, optimizer, tolerance, measured, plans)
     best = records[0]
     fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
-    verdict = what_to_try(records, optimizer, evidence()["held_out"], planned=bool(plans))
+    held = evidence()["held_out"]
+    # of advice that was made in another way it says nothing
+    like_this = not plans and tolerance == held["tolerance"]
+    verdict = what_to_try(records, optimizer, held if like_this else None, planned=bool(plans))
     return Advice(**fields, records=records, verdict=verdict)
 
 

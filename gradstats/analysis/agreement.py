@@ -271,7 +271,7 @@ def _record(
     scale, low, high, reason = math.nan, math.nan, math.nan, "one step"
     # equal gradients leave a noise of rounding, of either sign
     if noise.mean() <= 1e-12 * abs(signal.mean()):
-        reason = "the ranks hold the same gradient: captured after averaging"
+        reason = "the ranks hold the same gradient: captured after averaging, or of the same samples on every rank"
     else:
         # ‖G‖² is estimated without bias, so it may be below zero where there is little signal
         scale = float(noise.mean() / signal.mean()) if signal.mean() > 0 else math.inf

@@ -180,8 +180,8 @@ def law_pairs(
     Records
         One record per trace, rank, kind, pair of steps and law: fitted (step), judged (the next step; the same where a
         series has one step), model, method, by_layer, log_quantile (ratio → ln(η of the law ÷ exact)), tail_error
-        (the largest of their magnitudes), k (the fewest elements of these ratios) and chance (1.96 standard errors of
-        the exact threshold at its least certain, of independent elements).
+        (the largest of their magnitudes), chance (1.96 standard errors of the exact threshold at its least certain, of
+        independent elements) and k (the elements beyond that threshold).
 
     Raises
     ------
@@ -214,11 +214,12 @@ def law_pairs(
                 labels |= {"model": model, "method": fitted_by, "by_layer": by_layer}
                 # a law is as good as its worst ratio
                 ratio = max(errors, key=lambda r: abs(errors[r]))
+                # not always at the fewest elements: where zeros begin, the threshold of more is less certain
+                unsure = max(errors, key=lambda r: other["chance"][r])
                 found.append(
                     labels
                     | {"log_quantile": errors, "tail_error": abs(errors[ratio])}
-                    | {"k": min(other["counts"][r] for r in errors)}
-                    | {"chance": max(other["chance"][r] for r in errors)}
+                    | {"k": other["counts"][unsure], "chance": other["chance"][unsure]}
                 )
     return found
 
@@ -255,7 +256,8 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
     -------
     Records
         One record per trace, kind, model, method and by_layer: tail_error, the median over pairs and ranks, and worst,
-        infinite where a law has no fit; pairs, their number; ratios, those judged; k and chance, as there; predictive,
+        infinite where a law has no fit; pairs, their number; ratios, those judged; k and chance, as there, of the
+        pair with the median chance; predictive,
         whether laws were judged at other steps than they were fitted to; of the pair with the largest error: off (the
         logarithm of the law's threshold over the exact one), off_ratio, off_fitted and off_judged.
     """
@@ -274,10 +276,11 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
         errors = np.array([r["tail_error"] for r in rows] + missing)
         labels = {"trace": trace, "kind": kind, "model": model, "method": method}
         labels |= {"by_layer": by_layer, "pairs": errors.size}
-        labels |= {"ratios": list(rows[0]["log_quantile"]), "k": min(r["k"] for r in rows)}
+        labels |= {"ratios": list(rows[0]["log_quantile"])}
         predictive = all(r["fitted"] != r["judged"] for r in rows)
         numbers = {"tail_error": float(np.median(errors)), "worst": float(errors.max())}
-        numbers |= {"chance": float(np.median([r["chance"] for r in rows]))}
+        middle = sorted(rows, key=lambda r: r["chance"])[len(rows) // 2]
+        numbers |= {"k": middle["k"], "chance": middle["chance"]}
         # the pair that explains best what is wrong with the law
         far = max(rows, key=lambda r: r["tail_error"])
         ratio, off = max(far["log_quantile"].items(), key=lambda item: abs(item[1]))

@@ -30,6 +30,7 @@ from gradstats.trace import Kind
 from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
 __all__ = [
+    "EMPTY",
     "by_step",
     "differences",
     "each_record",
@@ -43,7 +44,7 @@ __all__ = [
     "spread_of",
     "stage_budget",
     "summarise",
-    "unlearned",
+    "telling",
 ]
 
 Options: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -302,7 +303,7 @@ def each_record(
             "seen": played.seen,
             "fresh": played.fresh / k if k else float("nan"),
             "design": best.design(k),
-            "status": _status(played, kept),
+            "status": _status(played, kept, empty=best.empty),
         }
 
 
@@ -367,12 +368,16 @@ def _remembers(rule: Estimator) -> bool:
     return bool(rule.state_dict()) and not isinstance(rule, RandomEstimator)
 
 
+EMPTY = "no element is finite and not zero"
+"""Status of a gradient of which no rule can keep anything."""
 _ROUNDING = 1e-9
 """Relative difference of two sums of squares that is one of rounding."""
 
 
-def _status(played: _Played, kept: int) -> str:
+def _status(played: _Played, kept: int, *, empty: bool) -> str:
     """Return what there is to say of a count beside its number, or ``ok``."""
+    if empty:
+        return EMPTY
     if kept < played.estimate.k and played.estimate.threshold == 0:
         return "all non-zero elements were kept: there are fewer than asked for"
     if "beyond" in played.estimate.details:
@@ -387,7 +392,8 @@ class _BestK:
     def __init__(self, values: Array) -> None:
         self.values = values
         # the sum of logarithms is not needed
-        self._total = moments(values, log=False).sum_squares
+        found = moments(values, log=False)
+        self._total, self.empty = found.sum_squares, not found.count
         self._kept: dict[int, float] = {}
         self._design: dict[int, float] = {}
 
@@ -466,7 +472,8 @@ def quality(
         floor, the noise floor 1.96/√k of a known law and independent elements, and
         floor_low and floor_high, 1 ∓ floor; floor_fitted, that of a Laplace fitted to the same sample. With elements in
         clusters of ten both are √10 times as wide. status is ``ok``, or says of the first gradient where it is so that
-        all non-zero elements were kept, or that none reaches the rule's threshold.
+        all non-zero elements were kept, or that none reaches the rule's threshold. Gradients of which no element is
+        finite and not zero count only where there are no others.
 
     Raises
     ------
@@ -512,8 +519,10 @@ def summarise(series: Iterable[dict[str, Any]]) -> Records:
     return Quality(_summary(records) for records in groups.values())
 
 
-def unlearned(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of one rule on gradients that it did not take its threshold from.
+def telling(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of one rule on gradients that tell something of it.
+
+    Those are left out that it took its threshold from, and those of which no element is finite and not zero.
 
     Parameters
     ----------
@@ -522,7 +531,8 @@ def unlearned(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     # estimators from outside may not say
     learns = getattr(ESTIMATORS.get(records[0]["estimator"]), "learns_first", False)
-    return [r for r in records if r["seen"] or not learns]
+    known = [r for r in records if r["seen"] or not learns]
+    return [r for r in known if r.get("status") != EMPTY]
 
 
 def log_quality(record: dict[str, Any]) -> float:
@@ -540,7 +550,7 @@ def log_quality(record: dict[str, Any]) -> float:
 
 def _summary(series: list[dict[str, Any]]) -> dict[str, Any]:
     # a trace of one gradient has no other to judge such a rule by
-    records = unlearned(series) or series
+    records = telling(series) or series
     values = np.array([r["quality"] for r in records])
     designs = [r["design"] for r in records if math.isfinite(r["design"])]
     k = records[0]["k"]
@@ -635,7 +645,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
         for name, records in rules.items():
             if name == versus:
                 continue
-            pair = [unlearned(r) or r for r in (records, rules[versus])]
+            pair = [telling(r) or r for r in (records, rules[versus])]
             places = [{(r["rank"], r["step"]) for r in part} for part in pair]
             # what one of them learned from is left out of both; a single gradient stays, as in `quality`
             common = places[0] & places[1]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gradstats.analysis.quality import by_step, log_quality, noise_floor, unlearned
+from gradstats.analysis.quality import EMPTY, by_step, log_quality, noise_floor, telling
 from gradstats.statistics.resampling import FEWEST_IN_SERIES, mean_interval
 from gradstats.tables import Records
 
@@ -37,9 +37,11 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
     -------
     Records
         One record per trace, kind, layer and estimator: n (gradients judged); by ratio, mean (the geometric mean of
-        k̂/k), low and high (its 95 % interval, see Notes) and nothing (gradients of which no element was kept); far,
-        the largest |ln mean| over the ratios, infinite where nothing was kept; hits, whether the interval is within
-        :data:`TOLERANCE` of 1 at every ratio: True, False where it lies outside at one of them, else None; reason.
+        k̂/k), low and high (its 95 % interval, see Notes) and nothing (gradients of which no element was kept);
+        interval, whether these are intervals, and no widened ranges, at every ratio; empty, the gradients of which no
+        element can be kept, which are left out; far, the largest |ln mean| over the ratios, infinite where nothing was
+        kept; hits, whether the interval is within :data:`TOLERANCE` of 1 at every ratio: True, False where it lies
+        outside at one of them, else None; reason.
 
     Notes
     -----
@@ -63,23 +65,29 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
 def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the verdict on one rule."""
     mean, low, high, nothing = {}, {}, {}, {}
-    n, hits = 0, []
+    n, hits, interval = 0, [], True
+    # the same gradients at every ratio
+    empty = sum(r.get("status") == EMPTY for r in next(iter(ratios.values())))
     for ratio, rows in ratios.items():
         # a threshold taken from a gradient hits it by construction; of a few elements the count is chance
-        judged = [r for r in unlearned(rows) if r["k"] >= _FEWEST_ELEMENTS]
+        judged = [r for r in telling(rows) if r["k"] >= _FEWEST_ELEMENTS]
         if not judged:
             continue
         n = max(n, len(judged))
-        mean[ratio], low[ratio], high[ratio] = _interval(judged)
+        mean[ratio], low[ratio], high[ratio], known = _interval(judged)
+        interval &= known
         nothing[ratio] = sum(r["selected"] == 0 for r in judged)
         within = low[ratio] >= 1 / TOLERANCE and high[ratio] <= TOLERANCE
         outside = high[ratio] < 1 / TOLERANCE or low[ratio] > TOLERANCE
         # a mean near k is no hit where one gradient was sent empty
         hits.append(True if within and not nothing[ratio] else False if outside else None)
-    numbers = {"n": n, "mean": mean, "low": low, "high": high, "nothing": nothing}
+    numbers = {"n": n, "mean": mean, "low": low, "high": high, "interval": interval}
+    numbers |= {"nothing": nothing, "empty": empty}
     if not mean:
         reason = f"fewer than {_FEWEST_ELEMENTS} elements asked for"
-        if not any(map(unlearned, ratios.values())):
+        if empty == len(next(iter(ratios.values()))):
+            reason = EMPTY
+        elif not any(map(telling, ratios.values())):
             reason = "it took its threshold from the only gradient there is"
         return numbers | {"far": math.nan, "hits": None, "reason": reason}
     # infinite: a rule that sent nothing once is behind all that never did
@@ -89,21 +97,21 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     return numbers | {"far": far, "hits": verdict, "reason": ""}
 
 
-def _interval(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Return the geometric mean of k̂/k with its 95 % interval."""
+def _interval(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float, bool]:
+    """Return the geometric mean of k̂/k with its 95 % interval, or with a range, and whether it is an interval."""
     logs = by_step([r | {"log": log_quality(r)} for r in rows], "log")
     mean = float(logs.mean())
     # a series that wanders like a random walk has no such interval, and falls through to the range
     if logs.size >= FEWEST_IN_SERIES and not (over := mean_interval(logs)).reason:
-        return tuple(math.exp(v) for v in (mean, over.low, over.high))  # type: ignore[return-value]
+        return math.exp(mean), math.exp(over.low), math.exp(over.high), True
     if _FEWEST_FOR_INTERVAL <= logs.size < FEWEST_IN_SERIES:
         from scipy.special import stdtrit
 
         half = float(stdtrit(logs.size - 1, 0.975) * logs.std(ddof=1) / math.sqrt(logs.size))
-        return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+        return math.exp(mean), math.exp(mean - half), math.exp(mean + half), True
     # the widest: the range has no other allowance for dependence
     design = max((r["design"] for r in rows if math.isfinite(r["design"])), default=1.0)
     # a design effect below 1 makes no range narrower
     chance = noise_floor(rows[0]["k"], max(design, 1.0))
     # of so few steps the range, widened by what chance does to one gradient
-    return math.exp(mean), math.exp(logs.min() - chance), math.exp(logs.max() + chance)
+    return math.exp(mean), math.exp(logs.min() - chance), math.exp(logs.max() + chance), False

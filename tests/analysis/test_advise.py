@@ -51,7 +51,7 @@ def two_ranks(folder):
 @pytest.fixture
 def measured(monkeypatch):
     def give(trainings):
-        held = {"tolerance": 0.02, "within": 7, "of": 9}
+        held = {"tolerance": 0.02, "within": 7, "of": 9, "settings": ["topk", "dense-fp8"]}
         monkeypatch.setattr(advise, "evidence", lambda: {"trainings": trainings, "held_out": held})
         return trainings
 
@@ -83,6 +83,23 @@ def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measu
     assert chosen(tolerance=0.06)[0]["ratio"] == 0.01
     assert chosen(tolerance=0.005)[0]["rule"] == "dense-bf16"
     assert chosen(tolerance=0.0001)[0]["rule"] == "none"
+
+
+def test_what_held_out_advice_came_to_is_said_of_such_advice_alone(measured, monkeypatch):
+    trainings = measured(near(5))
+
+    def verdict(tolerance=0.02, plans=()):
+        return str(advise.advice_for("gradient", ALIKE, "SGD", tolerance, plans=plans).verdict)
+
+    made = "such advice ended within 2 % of dense in 7 of 9"
+    assert f"{made}; these" in verdict()
+    assert made not in verdict(0.06)
+    assert made not in verdict(0.0001)
+    plan = {"compressor": "topk", "ratio": 0.1, "speedup": 1.5, "speedup_low": 1.2}
+    assert made not in verdict(plans=[plan | {"speedup_high": 2.0}])
+    held = {"tolerance": 0.02, "within": 7, "of": 9, "settings": ["dense-fp8"]}
+    monkeypatch.setattr(advise, "evidence", lambda: {"trainings": trainings, "held_out": held})
+    assert f"{made}, always by dense-fp8; these" in verdict()
 
 
 def test_the_nearest_trainings_count_and_no_others(measured):

@@ -92,7 +92,7 @@ def test_the_closest_law_is_the_one_the_data_is_of(steps, tmp_path):
         how = "judged at the next (2 pairs)" if steps > 1 else "Judged on the gradient that it was"
         assert how in verdict.numbers, name
         if known is None:
-            assert verdict.headline.startswith("None; the nearest, "), name
+            assert verdict.headline.startswith("None of 3; the nearest, "), name
             assert "-fold" in verdict.headline or error_of(verdict) > 5, name
         else:
             assert verdict.headline.startswith(f"{known}: thresholds within "), name
@@ -185,7 +185,7 @@ def test_laws_are_judged_at_a_step_that_they_have_not_seen(tmp_path):
     assert law(source, steps=[0]).headline.startswith("Laplace: thresholds within")
     assert law(source, steps=[1]).headline.startswith("double gen. Pareto: thresholds within")
     verdict = law(source)
-    assert verdict.headline.startswith("None; the nearest")
+    assert verdict.headline.startswith("None of 3; the nearest")
     (pair,) = (r for r in law_pairs(source, ["laplace"]))
     assert (pair["fitted"], pair["judged"]) == (0, 1)
     x, y = (np.sort(np.abs(s).astype(float))[::-1] for s in steps)
@@ -213,6 +213,42 @@ def test_no_power_is_an_answer(x, headline):
     assert law(open_source(x.astype(np.float32))).headline == headline
 
 
+@pytest.mark.parametrize("rest", [np.nan, 0.0])
+def test_gradients_of_which_nothing_can_be_kept_judge_no_rule(rest, tmp_path):
+    """The steps of a run that has diverged, say."""
+    rng = np.random.default_rng(0)
+    good = [signed(rng, rng.exponential(size=N)) for _ in range(6)]
+    left = [np.full(N, rest, np.float32)] * 2
+    source = trace_of(tmp_path / "both", [*good, *left])
+    rules = judged_rules(series_of(source, Subset(), [0.01]))
+    alone = judged_rules(series_of(trace_of(tmp_path / "good", good), Subset(), [0.01]))
+    named = {r["estimator"]: r for r in rules}
+    assert {r["empty"] for r in rules} == {2}
+    # rules that remember nothing
+    for r in alone:
+        if r["estimator"] in ("sidco-e", "dgc", "gaussiank", "exact"):
+            assert named[r["estimator"]] == r | {"trace": "both", "empty": 2}
+    said = which_rule(rules)
+    assert re.match(r"sidco-\w+: k̂/k = 1\.0", said.headline)
+    assert "Left out: 2 gradients of which no element is finite and not zero." in said.numbers
+    assert "Kept nothing" not in said.numbers
+    (row,) = (r for r in gradstats.quality(source, [0.01], ["exact"]))
+    assert (row["mean"], row["n"], row["status"]) == (1, 6, "ok")
+    none = judged_rules(series_of(trace_of(tmp_path / "none", left), Subset(), [0.01]))
+    assert which_rule(none).headline == "No estimating rule is judged"
+    assert "no element is finite and not zero" in which_rule(none).numbers
+
+
+def test_chance_is_said_of_the_elements_that_it_is_of():
+    """Where zeros begin, the threshold of 3,000 elements is less certain than that of 300."""
+    x = np.zeros(300_000)
+    rng = np.random.default_rng(0)
+    x[:3010] = signed(rng, rng.exponential(size=3010))
+    (law, *_) = closest_laws(law_pairs(open_source({"w": x}), ["laplace"], ratios=[0.01, 0.001]))
+    assert law["k"] == 3000
+    assert law["chance"] > 1.96 / math.sqrt(300)
+
+
 def test_a_law_far_beyond_chance_is_refused_of_few_elements(tmp_path):
     """Of 20 elements beyond the smallest ratio: a log-normal is none of the laws, and a Pareto may be one."""
     said = {}
@@ -225,7 +261,7 @@ def test_a_law_far_beyond_chance_is_refused_of_few_elements(tmp_path):
         laws = closest_laws(law_pairs(trace_of(tmp_path / f"{name}.zarr", steps)))
         assert laws[0]["chance"] > np.log(1.2)
         said[name] = closest_law(laws).headline
-    assert said["log-normal"].startswith("None; the nearest, ")
+    assert said["log-normal"].startswith("None of 3; the nearest, ")
     assert said["Pareto 0.8"] == "Too few elements to tell laws apart"
 
 

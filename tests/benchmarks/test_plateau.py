@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import statistics
+from itertools import product
 
 import plateau
 import pytest
@@ -109,6 +110,28 @@ def test_the_page_shows_the_stored_runs(path):
         assert block(f"{path.stem}-speech", plateau.speech(rows)) in page
     keys = [(r["compressor"], r["ratio"], r["seed"]) for r in rows]
     assert len(keys) == len(set(keys))
+
+
+def test_what_the_page_on_choosing_says_of_pairs_and_seeds():
+    page = (DOCS / "choose.md").read_text(encoding="utf-8")
+    apart, pairs = [], 0
+    for workload, field, better in (
+        ("resnet8-cifar16", "accuracy", 1),
+        ("lstm-ptb", "perplexity", -1),
+    ):
+        rows = stored(RESULTS / f"plateau-{workload}.jsonl")
+        found = {(r["compressor"], r["ratio"], r["seed"]): r[field] for r in rows if field in r}
+        for rule, ratio in product(("sidco-e", "sidco-gp", "sidco-p"), (0.1, 0.01, 0.001)):
+            differences = [found[rule, ratio, s] - found["topk", ratio, s] for s in range(3)]
+            pairs += 1
+            if told := plateau.told_apart(differences):
+                apart.append((workload, rule, ratio, told * better > 0))
+        if workload == "lstm-ptb":
+            for name in ("none", "dense-bf16"):
+                assert sum(r["compressor"] == name for r in rows) == 6
+    assert (pairs, apart) == (18, [("lstm-ptb", "sidco-gp", 0.01, True)])
+    assert "Of 18 pairs of `topk` and a SIDCo rule" in page
+    assert "(`dense-bf16` on the LSTM: six)" in page
 
 
 def test_the_page_on_choosing_shows_the_stored_runs():

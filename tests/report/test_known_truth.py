@@ -76,7 +76,7 @@ TRUE = {
     "clipped": {
         DATA: r"\d+ elements of one magnitude: no threshold lies between them$",
         DECAY: r"Not shown at any step$",
-        MODEL: r"None; the nearest, ",
+        MODEL: r"None of \d+; the nearest, ",
         RULE: r"None; the nearest, ",
     },
     "two laws": {
@@ -101,7 +101,7 @@ TRUE = {
         DATA: r"one element is more than a hundred times the next$",
         TAIL: r"Cannot be told: one element is far beyond all others$",
         DECAY: r"Not shown at any step$",
-        MODEL: r"None; the nearest, ",
+        MODEL: r"None of \d+; the nearest, ",
     },
     "drifting": {
         SHOULD: IF_SLOW,

@@ -151,7 +151,7 @@ def test_the_first_screen_has_the_numbers_of_the_functions(page):
     assert steps_judged == [*pairwise(steps)]
     median, worst = (np.exp(f([p["tail_error"] for p in whole])) for f in (np.median, max))
     off = f"{100 * (median - 1):.2g}\N{NO-BREAK SPACE}% (worst {worst:.2g}-fold) off"
-    assert said.startswith(f"None; the nearest, double gen. Pareto (mle), is {off}")
+    assert said.startswith(f"None of 3; the nearest, double gen. Pareto (mle), is {off}")
     said = page.answer("What did the compressor do?")
     assert said.startswith("topk, ratio 0.001, without error feedback: k̂/k = 1.00 (1.00 to 1.00)")
 
@@ -309,7 +309,7 @@ def test_bad_data_is_said_first(tmp_path):
         # a tenth of ties: every threshold keeps all of them or none
         (
             np.r_[np.linspace(1, 2, 2970), np.full(3000, 1e6)],
-            "None; the nearest",
+            "None of 3; the nearest",
             ["Is the data sound?", "Which model is closest?"],
         ),
         (np.zeros(300), "No law can be judged", ["Is the data sound?"]),
@@ -325,12 +325,15 @@ def test_a_model_far_off_is_warned_of(x, model, warned, tmp_path):
 @pytest.mark.parametrize("passes", [False, True])
 def test_a_control_that_passes_is_warned_of(passes):
     row = {"kind": "gradient", "step": 7, "p": 0.6, "p_low": 0.55, "p_high": 0.65}
+    row |= {"runs_low": 0.4, "runs_high": 0.8}
     row |= {"compressible": True, "reason": Ruling.SHOWN, "window": "1-500", "windows": {}}
     control_row = row | {"step": None, "kind": "uniform", "compressible": passes}
     verdict = QUESTIONS["Is it compressible?"](
         SimpleNamespace(decay=[row, control_row]), "gradient"
     )
     assert (verdict.headline, verdict.warn) == ("Shown", passes)
+    assert "p = 0.60 (0.55 to 0.65) at step 7" in verdict.numbers
+    assert "by runs of neighbours 0.40 to 0.80" in verdict.numbers
     assert ("passes what it must reject!" in verdict.numbers) == passes
 
 

@@ -22,7 +22,7 @@ _TRY = "Next: try it on yours with gradstats.Trial, docs/howto/trial.md"
 def what_to_try(
     records: Sequence[Mapping[str, Any]],
     optimizer: str | None,
-    held: Mapping[str, Any],
+    held: Mapping[str, Any] | None,
     *,
     planned: bool,
 ) -> Verdict:
@@ -34,8 +34,9 @@ def what_to_try(
         Records of :attr:`gradstats.analysis.advise.Advice.records`, that which is recommended first.
     optimizer : str or None
         Name of the training's optimizer, if it is known.
-    held : mapping of str to object
-        What came of advice for trainings that it was made without: tolerance, within, of.
+    held : mapping of str to object or None
+        What came of advice for trainings that it was made without: tolerance, within, of, settings; None if that advice
+        was made otherwise, with another tolerance or by a plan.
     planned : bool
         Whether a plan says which settings are faster than dense averaging.
 
@@ -72,10 +73,13 @@ def what_to_try(
         less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
         if less:
             said += f" {setting_of(less[-1])} ended {less[-1]['reason']}."
-    kept = (
-        f"Made without the training that it was judged on, such advice ended within {100 * held['tolerance']:g} % of "
-        f"dense in {held['within']} of {held['of']}; these are short trainings of small models."
-    )
+    kept = "These are short trainings of small models."
+    if held and best["rule"] != "none":
+        always = f", always by {held['settings'][0]}" if len(held["settings"]) == 1 else ""
+        kept = (
+            f"Made without the training that it was judged on, such advice ended within {100 * held['tolerance']:g} % "
+            f"of dense in {held['within']} of {held['of']}{always}; these are short trainings of small models."
+        )
     return Verdict(headline, "\n".join((said, kept, _TRY)))
 
 

@@ -40,9 +40,12 @@ def decay_shown(
     ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
     at = ", ".join(f"{_between(r, 'p')} at step {r['step']}" for r in ends)
     last = int(rows[0]["window"].split("-")[1])
+    # the interval above is that of independent elements
+    low, high = ends[-1]["runs_low"], ends[-1]["runs_high"]
+    runs = f"; by runs of neighbours {signed(low)} to {signed(high)}" if math.isfinite(low) else ""
     numbers = (
-        f"p = {at}, of the largest {last:,}. Shown means p above ½ in every window, by Hill's estimate and by σ_k too, "
-        "and a power law likelier than a log-normal. "
+        f"p = {at}, of the largest {last:,}{runs}. Shown means p above ½ in every window, by Hill's estimate and by "
+        "σ_k too, and a power law likelier than a log-normal. "
     )
     unsure = [r for r in rows if r["compressible"] is None]
     reasons: dict[str, list[Mapping[str, Any]]] = {}

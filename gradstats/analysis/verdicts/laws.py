@@ -52,7 +52,9 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
         off += f" (worst {percent(best['worst'])})"
     headline = f"{_name(best)}: thresholds within {off}"
     if not fitting:
-        headline = f"None; the nearest, {_name(best)}, is {off} off"
+        tried = len({r["model"] for r in laws})
+        of = f" of {tried}" if tried > 1 else ""
+        headline = f"None{of}; the nearest, {_name(best)}, is {off} off"
     numbers = _how(best)
     if not fitting:
         numbers += f" {_why_not(best)}"
@@ -63,7 +65,7 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     bound = percent(FITS)
     if chance > FITS:
         bound += f", or {percent(chance)}, which chance does to {best['k']:,} elements"
-    return Verdict(headline, f"{numbers} A law fits within {bound}.", best["tail_error"] > FAR)
+    return Verdict(headline, f"{numbers} To fit is to be within {bound}.", best["tail_error"] > FAR)
 
 
 def named_law(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradstats.analysis.quality import EMPTY
 from gradstats.analysis.rules import COUNTING, TOLERANCE
 from gradstats.analysis.verdicts.verdict import FAR, Verdict, listed, percent
 
@@ -51,9 +52,19 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     if not hitting:
         word = "Not decided" if best["hits"] is None else "None"
         headline = f"{word}; the nearest, {best['estimator']}, has {span}"
-    gradients = f"{best['n']} gradients" if best["n"] > 1 else "one gradient"
-    numbers = f"Means over {gradients}, at {ratios}. A rule hits k if the 95 % interval of its mean is within a factor "
-    numbers += f"of {TOLERANCE:g} of 1 at every ratio."
+    gradients = (
+        f"Geometric means over {best['n']} gradients" if best["n"] > 1 else "Of one gradient"
+    )
+    what = (
+        "95 % interval"
+        if best["interval"]
+        else "range, widened by what chance does to one gradient,"
+    )
+    numbers = f"{gradients}, at {ratios}. A rule hits k if its {what} is within a factor of "
+    numbers += f"{TOLERANCE:g} of 1 at every ratio."
+    if best["empty"]:
+        some = "one gradient" if best["empty"] == 1 else f"{best['empty']} gradients"
+        numbers += f" Left out: {some} of which {EMPTY}."
     if len(hitting) > 1:
         numbers += f" These hit k, too: {', '.join(r['estimator'] for r in hitting[1:])}."
     if best in unsure:
@@ -61,7 +72,8 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
             f"{_interval(best, r)} at ratio {r:g}" for r in best["mean"] if _undecided(best, r)
         ]
         if doubts:
-            numbers += f" The interval of {best['estimator']} is {', '.join(doubts)}."
+            name = "interval" if best["interval"] else "widened range"
+            numbers += f" The {name} of {best['estimator']} is {', '.join(doubts)}."
     untold = [r["estimator"] for r in unsure if r is not best]
     if untold:
         numbers += f" Cannot be told: {', '.join(untold)}."
