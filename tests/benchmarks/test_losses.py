@@ -140,6 +140,19 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     assert evidence()["held_out"] == {k: v for k, v in made.items() if k != "rows"}
 
 
+def test_the_best_rate_is_mostly_the_largest_tried_as_the_page_says():
+    rows = stored(losses.FILE)
+    tuned = {(r["piece"], r["system"], r["ratio"]) for r in rows if r["factor"] != 1}
+    page = (DOCS / "losses.md").read_text(encoding="utf-8")
+    counts = re.search(r"In (\d+) of (\d+) dense trainings and (\d+) of (\d+) of `topk`", page)
+    assert counts
+    found = []
+    for system in ("dense", "topk"):
+        best = [losses.best_factor(rows, *each) for each in tuned if each[1] == system]
+        found += [sum(factor == max(losses.FACTORS) for factor in best), len(best)]
+    assert found == [int(count) for count in counts.groups()]
+
+
 def test_the_pages_of_a_choice_count_right():
     found = evidence()["trainings"]
 
