@@ -507,6 +507,24 @@ def test_a_run_says_which_trace_it_is_captured_in(tmp_path, monkeypatch, capsys)
         assert " ".join(capsys.readouterr().err.split()).endswith(said)
 
 
+def test_a_run_says_how_it_does_on_what_it_has_not_seen(monkeypatch, capsys):
+    from capture import cli, workloads
+
+    for rates, said in (
+        ({"accuracy": 0.625}, "0.250, 62.5 % of unseen right, in 7 s"),
+        ({"perplexity": 91.7}, "0.250, perplexity 92 on unseen text, in 7 s"),
+        (
+            {"word_error_rate": 0.75, "character_error_rate": 0.3},
+            "0.250, 75 % of words and 30 % of characters wrong in unseen speech, in 7 s",
+        ),
+        ({}, "loss 2.500 → 0.250 in 7 s"),
+    ):
+        result = RunResult(losses=[2.5, 0.25], seconds=[3.0, 4.0], trace="", **rates)
+        monkeypatch.setattr(workloads, "run", lambda config, result=result: result)
+        cli._run(RunConfig(**DIGITS))
+        assert " ".join(capsys.readouterr().err.split()).endswith(said)
+
+
 def test_an_unknown_store_is_one_line(tmp_path):
     done = subprocess.run(
         [GRADSTATS, "capture", "resnet20-digits", "--out", tmp_path / "a.zarr", "--store", "best"],

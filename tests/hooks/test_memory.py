@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from support.every import every
+from torch.nn.parallel import DistributedDataParallel
 from workers import memory as cases
 
 from gradstats.compressors import RandomK, SignSGD, TopK
@@ -15,6 +16,7 @@ from gradstats.hooks import (
     CompressionState,
     ErrorFeedback,
     MomentumCorrection,
+    compression_hook,
 )
 from gradstats.hooks.step import outside
 
@@ -138,3 +140,27 @@ def test_positions_outside_of_layers():
     assert outside(positions, [slice(0, 4), slice(10, 15)]).tolist() == [4, 9, 15]
     assert outside(positions, [slice(4, 10)]).tolist() == [0, 3, 10, 14, 15]
     assert outside(None, [slice(0, 4)]) is None
+
+
+def test_a_state_shows_what_it_compresses_where_gradients_were_not_zeroed(one_rank):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(30, 20)
+    ddp = DistributedDataParallel(net)
+    state = CompressionState(TopK(0.1), named_parameters=net.named_parameters())
+    shown = {}
+
+    def hook(state, bucket):
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        for (parameter, _), corrected in zip(pairs, state.corrected_each(pairs), strict=True):
+            shown[parameter.ndim] = corrected.clone()
+        return compression_hook(state, bucket)
+
+    ddp.register_comm_hook(state, hook)
+    for step in range(3):
+        x = torch.randn(4, 30)
+        own = torch.autograd.grad(net(x).square().sum(), [*net.parameters()])
+        residual = state.memory.residual.clone() if step else torch.zeros(620)
+        ddp(x).square().sum().backward()  # what the exchange before left is in .grad
+        expected = torch.cat([each.reshape(-1) for each in own]) + residual
+        torch.testing.assert_close(torch.cat([shown[2], shown[1]]), expected, rtol=1e-5, atol=1e-5)
+        assert residual.any() or not step
