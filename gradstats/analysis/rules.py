@@ -66,8 +66,8 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the verdict on one rule."""
     mean, low, high, nothing = {}, {}, {}, {}
     n, hits, interval = 0, [], True
-    # the same gradients at every ratio
-    empty = sum(r.get("status") == EMPTY for r in next(iter(ratios.values())))
+    first = next(iter(ratios.values()))  # the same gradients at every ratio
+    empty = sum(r.get("status") == EMPTY for r in first)
     for ratio, rows in ratios.items():
         # a threshold taken from a gradient hits it by construction; of a few elements the count is chance
         judged = [r for r in telling(rows) if r["k"] >= _FEWEST_ELEMENTS]
@@ -85,7 +85,7 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     numbers |= {"nothing": nothing, "empty": empty}
     if not mean:
         reason = f"fewer than {_FEWEST_ELEMENTS} elements asked for"
-        if empty == len(next(iter(ratios.values()))):
+        if empty == len(first):
             reason = EMPTY
         elif not any(map(telling, ratios.values())):
             reason = "it took its threshold from the only gradient there is"

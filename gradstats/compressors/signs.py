@@ -341,6 +341,12 @@ def _compiled_view(values: torch.Tensor) -> NDArray[np.float32] | None:
     return values.numpy() if compiled and values.is_cpu and device_code(values) is None else None
 
 
+def _written_view(values: torch.Tensor) -> NDArray[np.float32] | None:
+    """Return the memory of values that the compiled loops write to; None if others do."""
+    # to resolve a negation is to copy, and the loop would write into the copy
+    return None if values.is_neg() else _compiled_view(values)
+
+
 def signed(
     packed: torch.Tensor,
     numel: int,
@@ -370,7 +376,7 @@ def signed(
     """
     if room is None:
         room = torch.empty(8 * packed.numel(), dtype=dtype, device=packed.device)
-    numbers = _compiled_view(room)
+    numbers = _written_view(room)
     if numbers is not None:
         _spread(packed.numpy(), scale, spread=numbers)
         return room[:numel]
@@ -398,8 +404,7 @@ def add_signed(packed: torch.Tensor, scale: float, values: torch.Tensor) -> torc
     tensor, shape (d,)
         The values.
     """
-    # to resolve a negation is to copy, and the loop would write into the copy
-    flat = None if values.is_neg() else _compiled_view(values)
+    flat = _written_view(values)
     if flat is None:
         return values.add_(signed(packed, values.numel(), scale, values.dtype))
     # what the loop takes off has the other sign
@@ -450,8 +455,7 @@ def take_off(
     tensor, shape (d,)
         Elements of either sign and one size.
     """
-    # to resolve a negation is to copy, and the loop would write into the copy
-    flat = None if values.is_neg() else _compiled_view(values)
+    flat = _written_view(values)
     if flat is None:
         taken = signed(packed, values.numel(), scale, values.dtype, room)
         values.sub_(taken)

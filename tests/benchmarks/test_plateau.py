@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 import statistics
-from itertools import product
 
 import plateau
 import pytest
@@ -121,7 +120,9 @@ def test_what_the_page_on_choosing_says_of_pairs_and_seeds():
     ):
         rows = stored(RESULTS / f"plateau-{workload}.jsonl")
         found = {(r["compressor"], r["ratio"], r["seed"]): r[field] for r in rows if field in r}
-        for rule, ratio in product(("sidco-e", "sidco-gp", "sidco-p"), (0.1, 0.01, 0.001)):
+        for rule, ratio in itertools.product(
+            ("sidco-e", "sidco-gp", "sidco-p"), (0.1, 0.01, 0.001)
+        ):
             differences = [found[rule, ratio, s] - found["topk", ratio, s] for s in range(3)]
             pairs += 1
             if told := plateau.told_apart(differences):
