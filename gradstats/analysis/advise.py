@@ -16,7 +16,7 @@ from gradstats.analysis.agreement import agreement
 from gradstats.analysis.closest import evenly
 from gradstats.analysis.over import Gradients, shares, subset_of
 from gradstats.analysis.verdicts import Verdict, setting_of, what_to_try
-from gradstats.analysis.verdicts.advised import FEWEST_ALIKE
+from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, lossless_ratio, sparse_already
 from gradstats.analysis.verdicts.verdict import signed_percent
 from gradstats.analysis.verdicts.worth import is_adaptive
 from gradstats.errors import InputError
@@ -60,7 +60,13 @@ _SETTING = ("rule", "ratio", "memory", "format")
 # What everything is compared with; it ends where it ends.
 _DENSE: dict[str, Any] = {
     "rule": "none", "ratio": 1.0, "memory": "none", "format": "float32", "low": 0.0, "high": 0.0, "bytes": 1.0,
-    "evidence": "", "trainings": 0, "runs": 0, "acceptable": True, "reason": "what the others are compared with",
+    "evidence": "", "trainings": 0, "models": 0, "runs": 0, "acceptable": True,
+    "reason": "what the others are compared with",
+}  # fmt: skip
+# What sends all elements that are not zero, of a gradient that has few.
+_LOSSLESS = _DENSE | {
+    "rule": "topk", "memory": "residual", "low": math.nan, "high": math.nan, "bytes": math.nan,
+    "reason": "it leaves out zeros alone",
 }  # fmt: skip
 
 
@@ -99,8 +105,9 @@ class Advice(Shown):
         Range of the relative difference of the loss to that of dense training, in the trainings it rests on.
     records : Records
         One record of each setting, that which is recommended first: rule, ratio, memory, format, low, high, bytes
-        (share of the dense ones), evidence (the trainings), trainings and runs (how many), reason; speedup, speedup_low
-        and speedup_high where a plan was given.
+        (share of the dense ones), evidence (the trainings), trainings, models and runs (how many), reason; speedup,
+        speedup_low and speedup_high where a plan was given. Of a gradient that is sparse already the first is the ratio
+        at which it leaves out zeros alone, which no training was measured for.
     verdict : Verdict
         The recommendation and its reasons in sentences.
     """
@@ -211,12 +218,27 @@ def advice_for(
     """
     measured = [t for t in evidence()["trainings"] if t["training"] not in without]
     records = choose(kind, properties, optimizer, tolerance, measured, plans)
+    nonzero = properties.get("nonzero", 1.0)
+    # zeros alone tell no training from another
+    enough = not properties.keys() <= {"zeros", "nonzero"}
+    if nonzero and sparse_already(nonzero):
+        records.insert(0, _LOSSLESS | {"ratio": lossless_ratio(nonzero)} | _planned(_LOSSLESS, ()))
+    elif not (nonzero and enough):
+        # nothing is recommended
+        records.sort(key=lambda r: r["rule"] != "none")
     best = records[0]
     fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
     held = evidence()["held_out"]
     # of advice that was made in another way it says nothing
     like_this = not plans and tolerance == held["tolerance"]
-    verdict = what_to_try(records, optimizer, held if like_this else None, planned=bool(plans))
+    verdict = what_to_try(
+        records,
+        optimizer,
+        held if like_this else None,
+        planned=bool(plans),
+        nonzero=nonzero,
+        enough=enough,
+    )
     return Advice(**fields, records=records, verdict=verdict)
 
 
@@ -249,7 +271,7 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         Kind that was looked at: the gradient if there is one, else what it is compressed as.
     properties : dict of str to float
         Shares of Σg² that the largest 1 and 0.1 % hold, share of zeros, and the mean cosine of the ranks where several
-        whole gradients are known.
+        whole gradients are known; and nonzero, the share of elements that are not zero at the step that has most.
     """
     keys = subset_of(over or {}).keys(source)
     kinds = [key[1] for key in keys]
@@ -274,6 +296,7 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
             found.setdefault(f"energy_{ratio:g}", []).append(share)
         found.setdefault("zeros", []).append(1 - magnitudes.count / source.numel)
     properties = {name: float(np.median(values)) for name, values in found.items()}
+    properties["nonzero"] = 1 - min(found["zeros"])
     common = sorted(set.intersection(*map(set, steps_of.values())))
     if len(steps_of) > 1 and common and not source.sketched(first, kind):
         # the last record is that of all steps and the whole gradient
@@ -431,6 +454,8 @@ def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, An
         "bytes": float(np.median([row["bytes"] for row in rows])),
         "evidence": ", ".join(trainings),
         "trainings": len(trainings),
+        # one training with two optimizers is of one model
+        "models": len({name.partition("/")[0] for name in trainings}),
         "runs": len(above),
         "acceptable": acceptable,
         "reason": reason,

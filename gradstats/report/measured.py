@@ -236,10 +236,10 @@ def _run(
 def _ledger(source: Source, steps: Sequence[int], client: Any) -> list[dict[str, Any]]:
     """Return what is odd about the data: one record per rank and kind, about the worst step of those looked at.
 
-    zeros, nonfinite: most elements in one step; least_zeros: fewest zeros in one step; tied: largest share of the
-    non-zero elements whose magnitude another element has, too; largest_tie: most elements of one magnitude; gap: the
-    largest magnitude over the next one (these three are None where only sketches are kept); constant: names of
-    layers whose elements are all equal at any step, or all zero where only sketches are kept.
+    zeros, nonfinite: most elements in one step; tied: largest share of the non-zero elements whose magnitude another
+    element has, too; largest_tie: most elements of one magnitude; gap: the largest magnitude over the next one (these
+    three are None where only sketches are kept); constant: names of layers whose elements are all equal at any step, or
+    all zero where only sketches are kept.
     """
     recorded = {(r["rank"], r["kind"], r["step"]): r for r in info_records(source)}
     every: dict[tuple[int, Kind], list[int]] = {}
@@ -264,7 +264,6 @@ def _ledger(source: Source, steps: Sequence[int], client: Any) -> list[dict[str,
             "kind": kind,
             "steps": len(every[rank, kind]),
             "zeros": max(r["zeros"] for r in rows),
-            "least_zeros": min(r["zeros"] for r in rows),
             "nonfinite": max(r["nonfinite"] for r in rows),
             "nonfinite_steps": sum(r["nonfinite"] > 0 for r in rows),
             "tied": max((r["tied"] for r in rows if "tied" in r), default=None),

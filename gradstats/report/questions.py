@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.analysis.advise import Advice, advice_for, compared_kind, optimizer_of
+from gradstats.analysis.advise import advice_for, optimizer_of, properties_of
 from gradstats.analysis.rules import COUNTING, judged_rules
 from gradstats.analysis.verdicts import (
     Verdict,
@@ -94,33 +94,21 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
     """
     source = measured.source
     shares = {r["step"]: r["shares"] for r in _of(measured.energy, kind) if r["shares"]}
-    rows = _of(measured.ledger, kind)
-    tried = _tried(measured)
+    tried, nonzero = None, 1.0
+    # one step is enough: the sum over workers passes NaN on to all
+    if not any(r["nonfinite"] for r in measured.ledger):
+        of, properties = properties_of(source)
+        tried = advice_for(of, properties, optimizer_of(source))
+        nonzero = properties["nonzero"]
     return should_compress(
         argument_of(source),
         shares,
         {ratio: _even(source.numel, ratio) for ratio in next(iter(shares.values()), ())},
-        tried=tried.verdict,
-        setting=tried.setting,
-        # nothing is lost at a ratio that the gradient with the fewest zeros fits in
-        nonzero=1 - min(r["least_zeros"] for r in rows) / source.numel,
-        # one step is enough: the sum over workers passes NaN on to all
-        sound=not any(r["nonfinite"] for r in rows),
+        tried=tried.verdict if tried else None,
+        setting=tried.setting if tried else "",
+        nonzero=nonzero,
         advice=advice,
     )
-
-
-def _tried(measured: Measured) -> Advice:
-    """Return what :func:`gradstats.advise` says, from what was measured already."""
-    kind = compared_kind(measured.kinds)
-    numel, optimizer = measured.source.numel, optimizer_of(measured.source)
-    sketches = [s for (of, _), s in measured.sketches.items() if of == kind]
-    found = {"zeros": [1 - s.magnitudes.count / numel for s in sketches]}
-    for row in _of(measured.energy, kind):
-        for ratio, share in row["shares"].items():
-            found.setdefault(f"energy_{ratio:g}", []).append(share)
-    properties = {name: float(np.median(values)) for name, values in found.items() if values}
-    return advice_for(kind, properties, optimizer)
 
 
 def _even(numel: int, ratio: float) -> float:

@@ -64,7 +64,8 @@ def chosen(optimizer="SGD", tolerance=0.02, without=(), plans=()):
 
 
 def said(records, planned=False):
-    return what_to_try(records, "SGD", advise.evidence()["held_out"], planned=planned)
+    held = advise.evidence()["held_out"]
+    return what_to_try(records, "SGD", held, planned=planned, nonzero=1.0, enough=True)
 
 
 def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measured):
@@ -131,7 +132,10 @@ def test_trainings_count_with_optimizers_of_their_own_kind(measured):
     # of an unknown one both
     unknown = chosen(None)
     assert unknown[0]["rule"] == "dense-bf16"
-    assert unknown[0]["trainings"] == 10
+    assert (unknown[0]["trainings"], unknown[0]["models"]) == (10, 5)
+    # ten trainings of five models are no ten models
+    assert "In the 10 measured trainings of 5 models with" in said(unknown).numbers
+    assert "in one case of 6." in said(unknown).numbers
 
 
 def test_what_is_no_faster_is_not_recommended(measured):
@@ -187,7 +191,42 @@ def test_properties_are_those_of_the_gradients(tmp_path):
     assert found["energy_0.01"] == pytest.approx(1, rel=1e-3)
     assert found["energy_0.001"] == pytest.approx(0.5, rel=1e-3)
     assert found["zeros"] == pytest.approx(0.99)
+    assert found["nonzero"] == pytest.approx(0.01)
     assert "cosine" not in found
+
+
+def test_a_sparse_gradient_loses_nothing_at_its_own_ratio(measured):
+    measured(near(6))
+    rng = np.random.default_rng(0)
+    values = np.zeros(100_000, np.float32)
+    values[rng.permutation(values.size)[:1234]] = rng.standard_normal(1234)
+    advice = gradstats.advise(values, optimizer="SGD")
+    assert advice.verdict.headline == "It is sparse already: at ratio 0.013 nothing is lost"
+    assert "All but 1.2\N{NO-BREAK SPACE}% of its elements" in str(advice)
+    assert (advice.rule, advice.ratio, advice.memory) == ("topk", 0.013, "residual")
+    kept = [int(np.sum(abs(values) > gradstats.threshold(values, r))) for r in (0.013, 0.012)]
+    assert kept[0] == 1234 > kept[1]
+    half = np.where(rng.random(values.size) < 0.5, 0, rng.standard_normal(values.size))
+    assert gradstats.advise(half, optimizer="SGD").verdict.headline.startswith(
+        "Try topk at ratio 0.1"
+    )
+
+
+def test_nothing_is_advised_of_zeros_or_few_elements(measured):
+    measured(near(6))
+    zeros = gradstats.advise(np.zeros(5000), optimizer="SGD")
+    assert zeros.verdict.headline == "All its elements are zero: there is nothing to send"
+    few = gradstats.advise(np.ones(9), optimizer="SGD")
+    assert few.verdict.headline == "Too few elements to say"
+    assert [each.rule for each in (zeros, few)] == ["none", "none"]
+
+
+def test_report_and_advise_rest_on_the_same_trainings(tmp_path):
+    path = two_ranks(tmp_path)
+    advice = gradstats.advise(path)
+    answer = next(r for r in gradstats.report(path) if r["question"] == "Should I compress?")
+    assert advice.records[0]["evidence"] in answer["numbers"]
+    assert advice.setting in answer["answer"]
 
 
 def test_traces_know_their_ranks_and_optimizer(tmp_path, measured):

@@ -45,7 +45,7 @@ IF_SLOW = r"If the network is slow: try dense-fp8$"
 NO_LAW = r"No law can be judged$"
 TRUE = {
     "uniform": {
-        SHOULD: r"Hardly: it has no large elements to send$",
+        SHOULD: r"Hardly: it has no large elements to send; if the network is slow, try dense-fp8$",
         DATA: r"Yes$",
         TAIL: r"Short in the top tenth: ξ = −(0\.9|1\.0)\d$",
         DECAY: r"Not shown at any step$",

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
 
-__all__ = ["FEWEST_ALIKE", "setting_of", "what_to_try"]
+__all__ = [
+    "FEWEST_ALIKE",
+    "TOO_FEW",
+    "lossless_ratio",
+    "setting_of",
+    "sparse_already",
+    "what_to_try",
+]
 
 FEWEST_ALIKE = 3
 """Measured trainings below which nothing is predicted."""
@@ -16,6 +24,10 @@ _MEMORIES = {
     "none": "without error feedback",
     "adam": "of AdamW's steps (memory=AdamCorrection())",
 }
+_SPARSE = 0.1
+"""Share of elements that are not zero up to which a gradient is sparse already."""
+TOO_FEW = ("Too few elements to say", "The largest 1\N{NO-BREAK SPACE}% are fewer than ten.")
+"""What is said where no share of the energy can be told."""
 _TRY = "Next: try it on yours with gradstats.Trial, docs/howto/trial.md"
 
 
@@ -25,6 +37,8 @@ def what_to_try(
     held: Mapping[str, Any] | None,
     *,
     planned: bool,
+    nonzero: float,
+    enough: bool,
 ) -> Verdict:
     """Say which compression to try, and what that rests on.
 
@@ -39,12 +53,22 @@ def what_to_try(
         was made otherwise, with another tolerance or by a plan.
     planned : bool
         Whether a plan says which settings are faster than dense averaging.
+    nonzero : float
+        Share of the elements that are not zero, at the step that has most of them.
+    enough : bool
+        Whether there are elements enough to compare trainings by.
 
     Returns
     -------
     Verdict
         Its numbers are three sentences or more, a line each.
     """
+    if sparse := sparse_already(nonzero):
+        return Verdict(
+            sparse[0], "\n".join((sparse[1], _TRY)) if nonzero else sparse[1], not nonzero
+        )
+    if not enough:
+        return Verdict(*TOO_FEW)
     best, *others = records
     like = "" if optimizer is None else f" with optimizers like {optimizer}"
     known = [r for r in others if r["trainings"] >= FEWEST_ALIKE]
@@ -61,12 +85,14 @@ def what_to_try(
             said = f"No setting kept the loss in measured trainings{like}: {setting_of(most)} ended {most['reason']}."
     else:
         headline = f"Try {setting_of(best)}"
-        count = best["trainings"]
+        count, models = best["trainings"], best["models"]
+        of = "" if models == count else f" of {models} models"
         ends = " to ".join(f"{signed_percent(best[end])} %" for end in ("low", "high"))
         said = (
-            f"In the {count} measured trainings{like} whose gradients are most like these ({best['evidence']}; "
+            f"In the {count} measured trainings{of}{like} whose gradients are most like these ({best['evidence']}; "
             f"{best['runs']} runs) it ended {ends} from the dense loss: "
-            f"expect yours to end above this range in one case of {count + 1}."
+            # one model with two optimizers is not two
+            f"expect yours to end above this range in one case of {models + 1}."
         )
         if planned:
             said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
@@ -81,6 +107,46 @@ def what_to_try(
             f"of dense in {held['within']} of {held['of']}{always}; these are short trainings of small models."
         )
     return Verdict(headline, "\n".join((said, kept, _TRY)))
+
+
+def sparse_already(nonzero: float) -> tuple[str, str] | None:
+    """Return what is said of a gradient of which few elements are not zero; None where there are more.
+
+    Parameters
+    ----------
+    nonzero : float
+        Share of the elements that are not zero.
+
+    Returns
+    -------
+    headline, costs : str
+        What to do, and what it costs.
+    """
+    if not nonzero:
+        return (
+            "All its elements are zero: there is nothing to send",
+            "Look at steps that have gradients.",
+        )
+    if nonzero > _SPARSE:
+        return None
+    headline = f"It is sparse already: at ratio {lossless_ratio(nonzero):g} nothing is lost"
+    share = f"{100 * nonzero:.2g}\N{NO-BREAK SPACE}%"
+    return headline, (
+        f"All but {share} of its elements are zero at the steps looked at; they cost nothing to leave out."
+    )
+
+
+def lossless_ratio(nonzero: float) -> float:
+    """Return a ratio of two digits at which no element that is not zero is left out.
+
+    Parameters
+    ----------
+    nonzero : float
+        Share of the elements that are not zero, above 0.
+    """
+    digits = 1 - math.floor(math.log10(nonzero))
+    # a share that is a number of two digits is that number
+    return float(round(math.ceil(nonzero * 10.0**digits - 1e-9) * 10.0**-digits, digits))
 
 
 def setting_of(record: Mapping[str, Any]) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gradstats.analysis.verdicts.advised import TOO_FEW, sparse_already
 from gradstats.analysis.verdicts.verdict import Verdict, joined
 
 __all__ = ["is_adaptive", "should_compress"]
 
 _UNIT = "\N{NO-BREAK SPACE}%"
-_SPARSE = 0.1
-"""Share of elements that are not zero up to which a gradient is sparse already."""
 _ADAPTIVE = ("ada", "lamb", "lion", "muon", "prodigy", "rms", "shampoo", "soap")
 """What is in the names of optimizers whose step is not proportional to the gradient, as in FusedAdam and Adam8bit."""
 
@@ -31,10 +30,9 @@ def should_compress(
     shares: Mapping[int, Mapping[float, float]],
     even: Mapping[float, float],
     *,
-    tried: Verdict,
+    tried: Verdict | None,
     setting: str,
     nonzero: float,
-    sound: bool,
     advice: Sequence[str],
 ) -> Verdict:
     """Say whether to compress, in three sentences: what it would save, what it would cost, and what to do next.
@@ -47,14 +45,12 @@ def should_compress(
         Share of Σg² that the largest elements hold, by step and ratio; empty where there are too few to say.
     even : mapping of float to float
         That of a normal vector of the same size.
-    tried : Verdict
-        What to try by measured trainings that are alike, as :func:`what_to_try` says it.
+    tried : Verdict or None
+        What to try by measured trainings that are alike, as :func:`what_to_try` says it; None if it is not sound.
     setting : str
         That setting in words; empty where none is recommended.
     nonzero : float
         Share of the elements that are not zero.
-    sound : bool
-        Whether all elements are finite.
     advice : sequence of str
         What a plan for a network says.
 
@@ -67,23 +63,27 @@ def should_compress(
     saves = " ".join(advice) or (
         "What it would save depends on the network, which a gradient does not know: give plan a link."
     )
-    if not shares:
-        return Verdict("Too few elements to say", "No ratio in use leaves ten of them.")
-    if not sound:
+    if tried is None:
         return Verdict(
             "Not before the data is sound: it has NaN or infinite elements",
             f"{saves}\nA sum over workers passes them on to all.\nNext: gradstats info {name}",
             True,
         )
-    if nonzero <= _SPARSE:
-        headline = f"It is sparse already: at ratio {nonzero:.2g} nothing is lost"
-        costs = f"All but {_percent(nonzero)} of its elements are zero, which cost nothing to leave out."
-        return Verdict(headline, f"{saves}\n{costs}\nNext: {plan}")
+    if sparse := sparse_already(nonzero):
+        headline, costs = sparse
+        return Verdict(
+            headline, f"{saves}\n{costs}\nNext: {plan}" if nonzero else costs, not nonzero
+        )
+    if not shares:
+        return Verdict(*TOO_FEW)
     held = {r: [by[r] for by in shares.values() if r in by] for r in next(iter(shares.values()))}
     most = max(held)
     holding = _holding(shares, held)
     if max(held[most]) <= even[most]:
         headline = "Hardly: it has no large elements to send"
+        # a smaller number format needs none
+        if setting.startswith("dense-"):
+            headline += f"; if the network is slow, try {setting}"
         costs = (
             f"{holding}, those of a normal vector {_percent(even[most])} at {most:g}: to choose the largest is hardly "
             "better than to choose at random, which every training that was measured lost by."
