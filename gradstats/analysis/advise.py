@@ -179,7 +179,7 @@ def advise(
     little of a long one: :class:`gradstats.Trial` tries it.
     """
     opened = open_source(source)
-    limit = check_number(tolerance, "tolerance", 0, math.inf)
+    limit = check_number(tolerance, "tolerance", 0, math.inf, "[)")
     known = {t["training"] for t in evidence()["trainings"]}
     if unknown := [name for name in without if name not in known]:
         raise InputError(

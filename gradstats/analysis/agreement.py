@@ -28,7 +28,8 @@ __all__ = ["agreement", "each_step"]
 
 # noise and signal are not among them: a mean of ratios is biased, so means are taken before the ratio
 _OVER_STEPS = ("cosine", "signs", "overlap", "union", "union_low", "union_high", "explained")
-_WITH_INTERVAL = ("cosine", "overlap")
+_WITH_INTERVAL = {"cosine": (-1.0, 1.0), "overlap": (0.0, 1.0)}
+"""What has an interval, and the values that it can have."""
 
 
 @shares(Spread)
@@ -270,20 +271,25 @@ def _record(
     unit = 1 if batch is None else batch
     scale, low, high, reason = math.nan, math.nan, math.nan, "one step"
     # equal gradients leave a noise of rounding, of either sign
-    if noise.mean() <= 1e-12 * abs(signal.mean()):
-        reason = "the ranks hold the same gradient: captured after averaging, or of the same samples on every rank"
-    else:
+    equal = noise <= 1e-12 * np.abs(signal)
+    if equal.any():
+        at = "" if equal.all() else f" at {equal.sum()} of {equal.size} steps"
+        reason = f"the ranks hold the same gradient{at}: captured after averaging, or of the same samples on every rank"
+        noise, signal = noise[~equal], signal[~equal]
+    if noise.size:
         # ‖G‖² is estimated without bias, so it may be below zero where there is little signal
         scale = float(noise.mean() / signal.mean()) if signal.mean() > 0 else math.inf
-        if labels["step"] is None:
+        # what some steps lack says nothing good of the others
+        if labels["step"] is None and not equal.any():
             low, high, reason = ratio_interval(noise, signal)
     means = {}
     for name in _OVER_STEPS:
         known = [f[name] for f in found if not math.isnan(f[name])]
         means[name] = float(np.mean(known)) if known else math.nan
-    for name in _WITH_INTERVAL:
+    for name, ends in _WITH_INTERVAL.items():
         over = mean_interval(np.array([f[name] for f in found]))
-        means |= {f"{name}_low": over.low, f"{name}_high": over.high}
+        low_, high_ = np.clip([over.low, over.high], *ends).tolist()
+        means |= {f"{name}_low": low_, f"{name}_high": high_}
     return {
         **labels,
         **means,

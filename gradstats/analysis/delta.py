@@ -158,7 +158,12 @@ def delta(
     common, remarks = _common(checkpoints)
     named = chosen([layer.name for layer in common], layers, per_layer, checkpoints[0].name)
     # before any layer is compared: all are compared in one type
-    compared = dtype or _shortest(checkpoints, common)
+    stored = _shortest(checkpoints, common)
+    compared = dtype or stored
+    if stored != "fp32" and rate is None:
+        remarks.append(
+            f"predicted: not known, as weights in {stored} hide the update; give its mean magnitude as rate (--rate)"
+        )
     totals: dict[tuple[int, str], _Change] = {}
     for layer in followed(common, "layers"):
         # one layer of every checkpoint, so that all pairs come from one read
@@ -171,7 +176,9 @@ def delta(
                 law, share = "", math.nan
                 # a rate is that of one interval between checkpoints, not of several
                 if rate is None or lag == 1:
-                    law, share = _predict(update, before, compared, rate, master)
+                    law, share = _predict(
+                        update, before, compared, rate, master, known=stored == "fp32"
+                    )
                 # counted by elements, so that a record's law is that of most of its weights
                 change.laws[law], change.predicted = layer.numel, share * layer.numel
                 for name in ("all", layer.name) if layer.name in named else ("all",):
@@ -344,13 +351,19 @@ def _finite(values: Vector) -> NDArray[np.float64]:
 
 
 def _predict(
-    update: NDArray[np.float64], before: Vector, dtype: str, rate: float | None, master: bool
+    update: NDArray[np.float64],
+    before: Vector,
+    dtype: str,
+    rate: float | None,
+    master: bool,
+    *,
+    known: bool,
 ) -> tuple[str, float]:
     """Return an update's law and the share of a layer's weights that change by it; NaN if no law is known."""
     if rate is not None:
         return "rate", _share(_laplace(rate), before, dtype, master)
-    # in 16 bits the update is rounded to the weights' grid, so its law cannot be seen
-    if dtype != "fp32":
+    # of weights stored in 16 bits the update is rounded to their grid, so its law cannot be seen
+    if not known:
         return "", math.nan
     if not update.any():
         return "none", 0.0

@@ -73,8 +73,8 @@ _UNIT = "gradient's unit"
 _MEANINGS = {
     "zero_fraction": ("share of zeros", "1"),
     "nonfinite": ("NaN and infinite elements", "1"),
-    "mean": ("mean magnitude", _UNIT),
-    "rms": ("root mean square", _UNIT),
+    "mean": ("mean magnitude of the elements that are not zero", _UNIT),
+    "rms": ("root mean square of the elements that are not zero", _UNIT),
     "max": ("largest magnitude", _UNIT),
     "p": ("decay exponent p", "1"),
     "p_low": ("lower end of the 95 % interval of p", "1"),
@@ -87,6 +87,7 @@ _MEANINGS = {
     "wasserstein": ("Wasserstein distance", _UNIT),
     "tail_error": ("largest |ln(threshold of the model ÷ exact)|", "1"),
     "threshold": ("exact threshold", _UNIT),
+    "captured": ("whether there is a gradient", "1"),
     "loss": ("training loss", "1"),
     "learning_rate": ("learning rate", "1"),
     "step": ("training step", "1"),
@@ -130,6 +131,8 @@ class _Measuring:
             # at least one element: an empty gradient has a threshold, too, which is 0
             "threshold": [m.upper_quantile(max(target_count(r, finite), 1)) for r in self.ratios],
         }
+        if reduced.numel and not finite:
+            found["threshold"] = [math.nan for _ in self.ratios]
         # the decay and the fits cost more than the sums: only those asked for are made
         if self.quantities.intersection(_OF_DECAY):
             decay = compressibility(reduced)
@@ -180,10 +183,11 @@ def over_training(
     Returns
     -------
     xarray.Dataset
-        Over (step, rank, kind, layer): zero_fraction, nonfinite, mean, rms, max (of the magnitudes, in the gradient's
-        unit), p, p_low, p_high, hill (:func:`gradstats.compressibility`); also by ``model``: shape, scale, nll, ks,
-        wasserstein, tail_error; also by ``ratio``: threshold, the exact one. Over (step, rank), from a trace: loss,
-        learning_rate. NaN where nothing was captured or a model has no fit. The layer ``all`` is the whole gradient.
+        Over (step, rank, kind, layer): zero_fraction, nonfinite, mean, rms, max (of the finite magnitudes above zero,
+        in the gradient's unit), p, p_low, p_high, hill (:func:`gradstats.compressibility`); also by ``model``: shape,
+        scale, nll, ks, wasserstein, tail_error; also by ``ratio``: threshold, the exact one. Over (step, rank), from a
+        trace: loss, learning_rate. Over (step, rank, kind): captured, whether there is a gradient. NaN where there is
+        none, or it has no such number. The layer ``all`` is the whole gradient.
 
     Raises
     ------
@@ -259,18 +263,21 @@ def dataset_of(
     base = ("step", "rank", "kind", "layer")
     dims = {name: (*base, *others) for name, others in QUANTITIES.items() if name in wanted}
     arrays = {n: np.full([len(coords[d]) for d in over], math.nan) for n, over in dims.items()}
+    captured = np.zeros([len(coords[d]) for d in base[:3]], bool)
     for (rank, kind, step), found in zip(keys, evaluate(plan, keys, client), strict=True):
         place = (
             coords["step"].index(step),
             coords["rank"].index(rank),
             coords["kind"].index(kind),
         )
+        captured[place] = True
         # sketches come in the order of the layer coordinate: all, then the parameters
         for i, values in enumerate(found.values()):
             for name, value in values.items():
                 arrays[name][(*place, i)] = value
         on_progress()
     data = {name: (dims[name], array) for name, array in arrays.items()}
+    data["captured"] = base[:3], captured
     attributes: dict[str, Any] = {"source": source.name}
     if isinstance(source, TraceSource):
         data |= _scalars(source, coords)
@@ -385,7 +392,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
     Returns
     -------
     Records
-        trace, quantity (with its ratio or model), kind, layer; n (steps); spacing, the most common distance between
+        trace, quantity (with its ratio or model), kind, layer; n (steps); without, captured steps that have no such
+        number, as one of NaN has no mean; spacing, the most common distance between
         steps; mean, low, high: over ranks and steps, low to high holds 90 % (``spread`` says where it is the range of
         fewer than 20 values); slope, slope_low, slope_high: change per 100 steps by least squares and its 95 %
         interval, relative (0.1 is 10 %) where `relative`, without an interval where the residuals are near a unit root;
@@ -413,16 +421,20 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
         stacked = array.stack(case=["kind", "layer", *other])
         for case in stacked["case"].values:
             values = stacked.sel(case=case).transpose("step", "rank").values
-            if np.isfinite(values).any():
+            # a law has no fit to many a gradient; that one has no mean is worth a record
+            if np.isfinite(values).any() or "model" not in other:
                 label = f"{name} {case[2]}" if other else name
                 labels = {"trace": dataset.attrs.get("source"), "quantity": label}
                 labels |= {"kind": str(case[0]), "layer": str(case[1])}
-                records.append(labels | _drift(dataset["step"].values, values))
+                captured = dataset["captured"].sel(kind=case[0]).transpose("step", "rank").values
+                records.append(labels | _drift(dataset["step"].values, values, captured))
         add_holm(records[first:], "slope_p", "slope_p_holm", ("kind",))
     return records
 
 
-def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, Any]:
+def _drift(
+    steps: NDArray[np.int64], values: NDArray[np.float64], captured: NDArray[np.bool_]
+) -> dict[str, Any]:
     """Describe one quantity, whose values are by step and rank."""
     finite = values[np.isfinite(values)]
     known = np.isfinite(values).any(axis=1)
@@ -431,15 +443,16 @@ def _drift(steps: NDArray[np.int64], values: NDArray[np.float64]) -> dict[str, A
     at = steps[known].astype(np.float64)
     # logarithms are taken of all values or of none
     relative = bool((series > 0).all())
-    low, high = inner_90(finite)
+    low, high = inner_90(finite) if finite.size else (math.nan,) * 2
     # of equally common distances the smallest, as np.unique sorts them
     gaps, times = np.unique(np.diff(at), return_counts=True)
     spacing = float(gaps[times.argmax()]) if gaps.size else math.nan
     record: dict[str, Any] = {
         "n": series.size,
+        "without": int(np.count_nonzero(captured.any(axis=1) & ~known)),
         "spacing": spacing,
         "relative": relative,
-        "mean": float(finite.mean()),
+        "mean": float(finite.mean()) if finite.size else math.nan,
         "low": low,
         "high": high,
         "spread": spread_of(finite.size),

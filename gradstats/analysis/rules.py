@@ -88,7 +88,7 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
         if empty == len(first):
             reason = EMPTY
         elif not any(map(telling, ratios.values())):
-            reason = "it took its threshold from the only gradient there is"
+            reason = "the only gradient there is gave the threshold"
         return numbers | {"far": math.nan, "hits": None, "reason": reason}
     # infinite: a rule that sent nothing once is behind all that never did
     far = max(math.inf if nothing[r] else abs(math.log(mean[r])) for r in mean)

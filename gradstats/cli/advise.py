@@ -48,7 +48,7 @@ def advise(  # numpydoc ignore=PR01
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Share of the dense loss that may be lost.", min=0)
+        float, typer.Option(help="Share of the dense loss that may be lost: 0.02 is 2 %.", min=0)
     ] = 0.02,
     without: Annotated[
         list[str] | None,

@@ -135,9 +135,10 @@ def described(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, s
         for key, each in value.items():
             yield from described(f"{name}.{key}", each, depth + 1)
     elif isinstance(value, list | tuple | set | frozenset) and depth < _DEEPEST:
-        inside = [[*dict(described("", each, depth + 1)).values()] for each in value]
+        inside = [" ".join(dict(described("", each, depth + 1)).values()) for each in value]
         # a set has another order in every process
-        yield name, repr(sorted(inside) if isinstance(value, set | frozenset) else inside)
+        in_order = sorted(inside) if isinstance(value, set | frozenset) else inside
+        yield name, f"[{', '.join(in_order)}]"
     elif inspect.isroutine(value) or isinstance(value, functools.partial):
         yield name, _function(value)
     elif depth < _DEEPEST:

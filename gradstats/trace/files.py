@@ -375,7 +375,8 @@ def _load_torch(path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
     # the outermost dictionary alone needs no name
     if list(inner) != [""]:
         offered = ", ".join(
-            f"{path}:{name or '.'} ({len(t)} tensors)" for name, (t, _) in [*inner.items()][:5]
+            f"{path}:{name or '.'} ({len(t)} tensor{'s' * (len(t) != 1)})"
+            for name, (t, _) in [*inner.items()][:5]
         )
         raise InputError(f"{path} holds its tensors in dictionaries; give one of them: {offered}")
     check_expanded(path, inner[""][0])

@@ -84,6 +84,7 @@ def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measu
     assert chosen(tolerance=0.06)[0]["ratio"] == 0.01
     assert chosen(tolerance=0.005)[0]["rule"] == "dense-bf16"
     assert chosen(tolerance=0.0001)[0]["rule"] == "none"
+    assert gradstats.advise(np.ones(5000), optimizer="SGD", tolerance=0).rule == "none"
 
 
 def test_what_held_out_advice_came_to_is_said_of_such_advice_alone(measured, monkeypatch):

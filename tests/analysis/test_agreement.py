@@ -181,6 +181,33 @@ def test_gradients_captured_after_averaging_are_told(tmp_path):
     assert math.isnan(found[0]["noise_scale"])
 
 
+def test_some_steps_captured_after_averaging_are_told(tmp_path):
+    """The noise scale is that of the others, and no interval is made of some of the steps."""
+    path = write(tmp_path / "run.zarr", 2, 25, lambda step, rank: gradient(step, rank * (step > 5)))
+    *each, over = gradstats.agreement(path)
+    said = "the ranks hold the same gradient at 6 of 25 steps: captured after averaging"
+    assert over["reason"].startswith(said)
+    assert math.isnan(over["low"])
+    assert f"is not known: {said}" in batch_sentence(over)
+    others = gradstats.agreement(path, steps=range(6, 25))[-1]
+    assert over["noise_scale"] == pytest.approx(others["noise_scale"])
+    assert math.isnan(each[0]["noise_scale"])
+    assert math.isfinite(each[6]["noise_scale"])
+
+
+def test_intervals_hold_only_what_can_be(tmp_path):
+    """An overlap that is rarely above zero has no interval that begins below it."""
+
+    def seldom(step, rank):
+        g = np.full(NUMEL, 1e-3, np.float32)
+        g[0 if step % 9 == 0 else rank + 1] = 1
+        return g
+
+    over = gradstats.agreement(write(tmp_path / "run.zarr", 2, 27, seldom), ratio=1 / NUMEL)[-1]
+    assert over["overlap"] == pytest.approx(1 / 9)
+    assert over["overlap_low"] == 0 < over["overlap_high"] < 1
+
+
 def test_a_step_that_lacks_a_rank_does_not_count(tmp_path):
     path = tmp_path / "run.zarr"
     create_trace(path, LAYERS, world_size=3)

@@ -103,11 +103,18 @@ def test_the_rate_predicts_where_weights_in_16_bits_hide_the_update():
     short = [
         {n: torch.from_numpy(x).bfloat16() for n, x in w.items() if n != "row"} for w in (a, b)
     ]
-    (each,) = gradstats.delta(*short)
+    (each,) = found = gradstats.delta(*short)
+    assert any("bf16 hide the update; give its mean magnitude" in text for text in found.remarks)
     assert each["dtype"] == "bf16"  # as all numbers are
     assert each["bytes"] == 2 * each["numel"]
     assert math.isnan(each["predicted"])
-    (each,) = gradstats.delta(*short, rate=1e-5)
+    # weights kept in float32 show it, whatever they are compared in
+    (wide,) = found = gradstats.delta(a, b, dtype="bf16")
+    assert wide["law"] == gradstats.delta(a, b)[0]["law"]
+    assert wide["predicted"] == pytest.approx(wide["changed"], rel=0.05)
+    assert not found.remarks
+    (each,) = found = gradstats.delta(*short, rate=1e-5)
+    assert not found.remarks
     assert each["predicted"] == pytest.approx(each["changed"], rel=0.05)
     assert each["law"] == "rate"
     # trained in bf16: an update of less than half a step is lost, and one of more is not

@@ -61,6 +61,31 @@ def test_what_was_not_captured_is_nan(tmp_path):
     assert np.isfinite(d["mean"].sel(rank=0)).all()
 
 
+def test_steps_without_a_number_are_counted(tmp_path):
+    create_trace(path := tmp_path / "run.zarr", DRIFTING_LAYERS, world_size=3)
+    writer = TraceWriter(path, 0)
+    rng = np.random.default_rng(0)
+    for step in range(12):
+        values = rng.laplace(size=2100) if step < 8 else np.full(2100, np.nan)
+        writer.append(step, {"gradient": values.astype(np.float32)})
+    writer.close()
+    found = {r["quantity"]: r for r in drift(path, ["mean", "threshold"], ratios=[0.1])}
+    for name in ("mean", "threshold 0.1"):
+        assert (found[name]["n"], found[name]["without"]) == (8, 4)
+        said = movement(found[name])
+        assert said.startswith(f"{name} between ")
+        assert said.endswith("here are 8. Left out: 4 of 12 steps, which have no such number.")
+    (none,) = drift(np.full(9, math.nan), ["mean"])
+    assert (none["n"], none["without"]) == (0, 1)
+    assert movement(none) == "mean: no step has such a number"
+    # a rank that lacks a step, which another has, leaves nothing out
+    writer = TraceWriter(path, 2)
+    writer.append(1, {"gradient": np.ones(2100, np.float32)})
+    writer.close()
+    (alone,) = drift(path, ["mean"], ranks=[2])
+    assert (alone["n"], alone["without"]) == (1, 0)
+
+
 def test_only_what_is_asked_for_is_measured(tmp_path):
     path = drifting_trace(tmp_path / "run.zarr", [0, 1, 2], lambda s: 1 + s)
     for asked, expected in (((), ("mean", "threshold", "shape", "p")), (["ks"], ("ks",))):
@@ -311,7 +336,7 @@ class TestDrift:
         wobble = np.where(at < 20, 1.0, np.nextafter(1, 2))
         for y in (np.ones(30), np.zeros(30), wobble, -wobble):
             assert slope_of(at, y) == uneven_slope(at**2, y) == (0, 0, 0, 1)
-            drift = _drift(np.arange(30), y[:, None])
+            drift = _drift(np.arange(30), y[:, None], np.ones((30, 1), bool))
             assert all(math.isnan(drift[name]) for name in ("slope", "slope_p", "adf_p"))
 
     def test_refusals(self, tmp_path):

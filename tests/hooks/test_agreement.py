@@ -58,6 +58,11 @@ def test_functions_are_known_by_what_is_in_them():
     assert one == same != other
 
 
+def test_lists_are_shown_as_they_were_written():
+    assert dict(described("x", ["*.bias", 2, ("a", None)])) == {"x": "['*.bias', 2, ['a', None]]"}
+    assert dict(described("x", [["a"], "b"])) != dict(described("x", ["a", ["b"]]))
+
+
 def test_a_set_is_the_same_in_every_process():
     names = [f"{i}.bias" for i in range(50)]
     one, other = set(names), set(dict.fromkeys(names[::-1]))

@@ -27,7 +27,7 @@ def saved(tmp_path, value, name="x.pt"):
 def test_a_loss_beside_a_state_dict_is_asked_about(tmp_path):
     path = saved(tmp_path, {"model_state_dict": {"w": W}, "loss": torch.tensor(2.3)})
     with pytest.raises(
-        InputError, match=r"give one of them: .*x.pt:\. \(1 tensors\), .*model_state"
+        InputError, match=r"give one of them: .*x.pt:\. \(1 tensor\), .*model_state"
     ):
         open_source(path)
     assert open_source(f"{path}:model_state_dict").numel == 12

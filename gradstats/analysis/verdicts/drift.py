@@ -26,6 +26,19 @@ def movement(record: Mapping[str, Any]) -> str:
     str
         Such as "mean × 0.62 (0.55 to 0.70) from the first step to the last, fitted".
     """
+    n, without = record["n"], record["without"]
+    if not n:
+        return f"{record['quantity']}: no step has such a number"
+    left = (
+        f" Left out: {without} of {n + without} steps, which have no such number."
+        if without
+        else ""
+    )
+    return f"{_moved(record)}{'.' * bool(left)}{left}"
+
+
+def _moved(record: Mapping[str, Any]) -> str:
+    """Say how it moves over the steps that have it."""
     name, n = record["quantity"], record["n"]
     change, low, high = (record[f"total_change{end}"] for end in ("", "_low", "_high"))
     if math.isnan(change):
@@ -63,7 +76,7 @@ def scale_moves(
     """
     if captured < 2:
         return Verdict("One step only", "Nothing to compare.")
-    if record is None:
+    if record is None or not record["n"]:
         return Verdict("Nothing to follow", "No step has a finite non-zero element.")
     if len(means) < 2:
         return Verdict("Nothing to follow", "Only one step has a finite non-zero element.")
@@ -75,7 +88,7 @@ def scale_moves(
     if math.isnan(slope):
         numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(means)} have no power."
     else:
-        headline = movement(record).replace("mean", "Mean magnitude", 1)
+        headline = _moved(record).replace("mean", "Mean magnitude", 1)
         low, high = record["slope_low"], record["slope_high"]
         interval = f"{100 * low:+.1f} to {100 * high:+.1f}"
         if math.isnan(low):
