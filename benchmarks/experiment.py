@@ -1,22 +1,29 @@
 """End-to-end training in the network lab: whether compression pays, and how much.
 
-    sudo .venv/bin/python benchmarks/experiment.py WORKLOAD [--data-dir DIR] [--write]
+    sudo .venv/bin/python benchmarks/experiment.py WORKLOAD [--data-dir DIR] [--rounds N] [--write]
 
 Dense training first shows how long computing takes. The rate of the links is then chosen so that a dense step spends
 the regime's share of its time on communication. Every compressor trains in that network from the same weights for the
 same number of steps. Each run is stored in docs/results/network-WORKLOAD.jsonl as soon as it ends, and is not
 repeated, so the program can be interrupted. It needs root and a quiet machine. The table is printed at the end;
 ``--write`` also puts it into docs/network.md.
+
+One run a system tells what differs twofold, and nothing that differs by a tenth. ``--rounds N`` trains those of
+``CLOSE`` in N rounds, one after the other in each, into docs/results/rounds-WORKLOAD.jsonl, and compares them within
+rounds.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from records import RESULTS, Row, by, command, complete, grid, missing, show, store, stored
+from scipy.special import stdtrit
 
 from capture.lab.cluster import Cluster, shaped_network
 from capture.lab.run import check, measure_network, train, train_without_exchange
@@ -27,6 +34,8 @@ from gradstats.network.rates import format_rate
 
 # topk and exact are the same
 SYSTEMS = [name for name in (*COMPRESSORS, *BASELINES) if name != "exact"]
+CLOSE = ("sidco-e", "topk", "dgc")
+"""Systems that are about as fast as each other, the first compared with the others."""
 LAST = 5
 """How many of the last steps the training loss is averaged over."""
 BEYOND = 10
@@ -124,6 +133,57 @@ def table(rows: list[Row], setting: Row) -> str:
     return about + "\n".join([grid(HEADS, lines), *made])
 
 
+def against(rows: list[Row], name: str, field: str = "seconds") -> tuple[float, float, float]:
+    """Return how many times as much of a field another of :data:`CLOSE` has as the first, within rounds.
+
+    Parameters
+    ----------
+    rows : list of dict
+        Runs in rounds.
+    name : str
+        The other.
+    field : str
+        A number above zero.
+
+    Returns
+    -------
+    mean, low, high : float
+        Geometric mean over the rounds, and its 95 % interval, of independent rounds.
+    """
+    found = {(r["compressor"], r["round"]): r[field] for r in rows}
+    logs = [
+        math.log(found[name, r] / found[CLOSE[0], r])
+        for r in range(1 + max(r["round"] for r in rows))
+        if {(name, r), (CLOSE[0], r)} <= found.keys()
+    ]
+    mean = statistics.fmean(logs)
+    half = float(stdtrit(len(logs) - 1, 0.975)) * statistics.stdev(logs) / len(logs) ** 0.5
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def rounds_table() -> str:
+    """Return the stored runs in rounds of all workloads as Markdown."""
+    lines = []
+    for workload in REGIMES:
+        rows = stored(RESULTS / f"rounds-{workload}.jsonl")[1:]
+        for name in CLOSE if rows else ():
+            mine = [r for r in rows if r["compressor"] == name]
+            times = sorted(1e3 * r["seconds"] for r in mine)
+            ratio = "{:.2f} ({:.2f} to {:.2f})".format(*against(rows, name))
+            cells = [
+                workload,
+                f"`{name}`",
+                str(len(mine)),
+                f"{statistics.median(times):,.0f} ({times[0]:,.0f} to {times[-1]:,.0f})",
+                "1" if name == CLOSE[0] else ratio,
+                three_digits(statistics.fmean(r["bytes"] for r in mine) / 1e6),
+                f"{statistics.fmean(r['quality'] for r in mine):.2f}",
+            ]
+            lines.append(cells)
+    heads = f"workload | system | rounds: | ms/step: | × {CLOSE[0]}: | MB sent: | k̂/k:"
+    return grid(heads, lines)
+
+
 def main() -> None:
     """Run what is not stored yet, and print the table."""
     parser = command(__doc__, "network.md")
@@ -138,6 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--measure", action="store_true", help="also measure the network, for a plan"
     )
+    parser.add_argument("--rounds", type=int, help="train those of CLOSE in so many rounds")
     options = parser.parse_args()
     workload_info(options.workload)
     regime = REGIMES[options.workload]
@@ -149,7 +210,8 @@ def main() -> None:
         batch_size=options.batch_size or regime.batch_size,
         ratio=options.ratio,
     )
-    path = options.results / f"network-{options.workload}.jsonl"
+    kind = "network" if options.rounds is None else "rounds"
+    path = options.results / f"{kind}-{options.workload}.jsonl"
     if not stored(path):
         store(path, setting_of(config, regime))
     setting = stored(path)[0]
@@ -158,12 +220,36 @@ def main() -> None:
             select = [name for name in options.only if name not in BASELINES]
             measured = measure_network(network, setting["numel"], config.ratio, select, "network")
         measured.save(path.with_suffix(".json"))
-    key, names = by("compressor"), [(name,) for name in options.only]
-    if left := missing(path, key, names):
+    if options.rounds is None:
+        once(config, path, options.only)
+        made = {options.workload: table(stored(path)[1:], setting)}
+    else:
+        in_rounds(config, path, options.rounds)
+        made = {"rounds": rounds_table()}
+    show(made, options.write, "network.md")
+
+
+def once(config: RunConfig, path: Path, names: Sequence[str]) -> None:
+    """Train each system once, unless its run is stored."""
+    setting, key = stored(path)[0], by("compressor")
+    if left := missing(path, key, [(name,) for name in names]):
         check(config, [name for (name,) in left])
         with shaped_network(config.nproc, setting["rate"]) as network:
             complete(path, key, left, lambda name: one(config, name, network, setting["compute"]))
-    show({options.workload: table(stored(path)[1:], setting)}, options.write, "network.md")
+
+
+def in_rounds(config: RunConfig, path: Path, rounds: int) -> None:
+    """Train the systems of :data:`CLOSE`, one after the other in each round."""
+    setting, key = stored(path)[0], by("compressor", "round")
+    if left := missing(path, key, [(name, i) for i in range(rounds) for name in CLOSE]):
+        check(config, [*CLOSE])
+        with shaped_network(config.nproc, setting["rate"]) as network:
+            complete(
+                path,
+                key,
+                left,
+                lambda name, i: {"round": i, **one(config, name, network, setting["compute"])},
+            )
 
 
 def one(config: RunConfig, name: str, network: Cluster, compute: float) -> Row:

@@ -82,13 +82,15 @@ UNJUDGED = ("policy-cartpole",)
 """Trainings whose loss does not say how good the model is: a policy's is that of episodes which it chose itself."""
 
 
-def settings(piece: str, systems: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+def settings(
+    piece: str, systems: Sequence[str], ratios: Sequence[float] = RATIOS
+) -> Iterator[tuple[str, str, float]]:
     """Yield a piece with every system and ratio."""
     for system in systems:
         if "adam_correction" in SYSTEMS[system] and not piece.endswith("/adamw"):
             continue
         fixed = SYSTEMS[system].get("ratio")
-        for ratio in RATIOS if fixed is None else (fixed,):
+        for ratio in ratios if fixed is None else (fixed,):
             yield piece, system, ratio
 
 
@@ -367,12 +369,13 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3, help="judge seeds 1 to N; 0 runs nothing")
     parser.add_argument("--systems", nargs="*", default=CORE, choices=SYSTEMS, metavar="NAME")
+    parser.add_argument("--ratios", nargs="*", type=float, default=RATIOS, choices=RATIOS)
     options = parser.parse_args()
     key = by("piece", "system", "ratio", "factor", "seed")
     run_one = partial(one, data=options.data_dir)
     # piece by piece, so that what is there after an interruption can be compared
     for piece in options.pieces if options.seeds else ():
-        every = [*settings(piece, options.systems)]
+        every = [*settings(piece, options.systems, options.ratios)]
         rows = complete(FILE, key, trials(every), run_one)
         judged_by = range(1, options.seeds + 1)
         cases = [(*each, best_factor(rows, *each), seed) for each in every for seed in judged_by]

@@ -193,6 +193,16 @@ def test_the_pages_of_a_choice_count_right():
         counts = re.search(words, text)
         assert counts
         assert kept("topk", 0.1, (optimizer,)) == tuple(map(int, counts.groups()))
+    muon = [
+        100 * x
+        for t in found
+        if t["optimizer"] == "muon"
+        for r in t["runs"]
+        if (r["rule"], r["ratio"], r["memory"]) == ("topk", 0.1, "residual")
+        for x in r["above"]
+    ]
+    said = "with Muon one training was measured, where it ended {:.1f} to {:.1f} % behind"
+    assert said.format(min(muon), max(muon)) in text
     counts = re.search(
         r"in (\d) of (\d) trainings, at 0.001 in (\d) of (\d), at 0.1 in (\d) of (\d)\.", text
     )

@@ -58,6 +58,17 @@ def test_a_piece_is_recorded_once_and_alike_each_time(tmp_path, short):
     assert not (tmp_path / "b" / "policy-cartpole-sgd.zarr").exists()
 
 
+def test_phases_are_of_one_length_and_the_last_ends_the_training():
+    exchanges = atlas.STEPS // atlas._LOCAL.settings["local_steps"]
+    for part, end in ((atlas._WHOLE, atlas.STEPS), (atlas._LOCAL, exchanges)):
+        phases = [[*steps] for steps in part.phases.values()]
+        assert [*part.phases] == ["early", "middle", "late"]
+        assert len({len(steps) for steps in phases}) == 1
+        assert phases == sorted(phases)
+        assert len({step for steps in phases for step in steps}) == sum(map(len, phases))
+        assert phases[-1][-1] == end - 1
+
+
 def test_pieces_are_chosen_by_training_optimizer_or_both():
     assert [*atlas._chosen(None)] == [*atlas.PIECES]
     assert [*atlas._chosen(["gpt-pydoc"])] == [

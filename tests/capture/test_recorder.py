@@ -122,6 +122,19 @@ def test_as_many_steps_are_expected_as_come(tmp_path, schedule, total, first, ke
     assert (call.kwargs["expected_steps"], asked) == (rows, [room])
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 24), ("bfloat16", 12)])
+def test_a_step_takes_what_its_kinds_hold(tmp_path, dtype, size):
+    path = tmp_path / "a.zarr"
+    create_trace(path, [Layer("w", 0, (3,))], world_size=1)
+    storage = Storage(path, 0, "gradients", dtype, False, 4, None)
+    made, asked = Recorder(storage, every(1), 0, None, True), []
+    made.room = SimpleNamespace(problem=lambda path, size, steps: asked.append(size))
+    made.begin(lambda: Contents(("gradient", "corrected"), CONTENTS.devices), True)
+    made.drop()
+    made.close()
+    assert asked == [made.bytes] == [size]
+
+
 def test_kinds_that_are_not_written_are_not_copied(recorder):
     begin(recorder, 1.0)
     recorder.copy("corrected", WHOLE, torch.full((3,), 9.0))
