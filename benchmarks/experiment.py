@@ -210,8 +210,9 @@ def main() -> None:
         batch_size=options.batch_size or regime.batch_size,
         ratio=options.ratio,
     )
-    kind = "network" if options.rounds is None else "rounds"
-    path = options.results / f"{kind}-{options.workload}.jsonl"
+    path = options.results / f"network-{options.workload}.jsonl"
+    if options.rounds is not None:
+        path = options.results / f"rounds-{options.workload}.jsonl"
     if not stored(path):
         store(path, setting_of(config, regime))
     setting = stored(path)[0]

@@ -129,6 +129,23 @@ def changed(path: Path, since: str) -> bool:
     return code_of(before) != code_of(path.read_text(encoding="utf-8"))
 
 
+def stored_by(place: str) -> tuple[str, str]:
+    """Return the last commit that stored rows of a result, and its day; empty texts where there is none.
+
+    Parameters
+    ----------
+    place : str
+        The file, from the repository's root.
+    """
+    # a commit that took rows out has measured nothing
+    for entry in _git("log", "--format=@%H %cs", "--numstat", "--", place).split("@")[1:]:
+        commit, counts = entry.split("\n", 1)
+        if counts.split()[:1] != ["0"]:
+            since, day = commit.split()
+            return since, day
+    return "", ""
+
+
 def everything(words: list[str]) -> list[Row]:
     """Return a row for each result."""
     rows: list[Row] = []
@@ -136,7 +153,7 @@ def everything(words: list[str]) -> list[Row]:
         if words and not any(word in name for word in words):
             continue
         place = f"docs/results/{name}"
-        since, _, day = _git("log", "-1", "--format=%H %cs", "--", place).strip().partition(" ")
+        since, day = stored_by(place)
         files = set().union(*(rests_on(program) for program in programs)) if programs else set()
         newer = sorted(file for file in files if since and changed(file, since))
         rows.append(

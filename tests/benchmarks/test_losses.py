@@ -188,7 +188,7 @@ def test_the_pages_of_a_choice_count_right():
     text = " ".join((DOCS / "decide.md").read_text(encoding="utf-8").split())
     for optimizer, words in (
         ("sgd", r"within 2 % of the dense loss in (\d+) of (\d+) short trainings"),
-        ("adamw", r"With AdamW it did so in (\d+) of (\d+)\."),
+        ("adamw", r"With AdamW it did so in (\d+) of (\d+);"),
     ):
         counts = re.search(words, text)
         assert counts

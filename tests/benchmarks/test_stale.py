@@ -67,3 +67,16 @@ def test_what_has_changed_since_a_commit(tmp_path, monkeypatch):
     assert not stale.changed(one, since)
     assert stale.changed(two, since)
     assert stale.changed(tmp_path / "three.py", since)
+    # rows are stored by a commit that has some, not by one that takes some out
+    rows = tmp_path / "rows.jsonl"
+    assert stale.stored_by("rows.jsonl") == ("", "")
+    rows.write_text("1\n2\n")
+    git("add", ".")
+    git("commit", "-qm", "rows")
+    stored = stale._git("rev-parse", "HEAD").strip()
+    rows.write_text("1\n")
+    git("commit", "-qam", "one less")
+    assert stale.stored_by("rows.jsonl")[0] == stored
+    rows.write_text("1\n3\n")
+    git("commit", "-qam", "another")
+    assert stale.stored_by("rows.jsonl")[0] == stale._git("rev-parse", "HEAD").strip() != stored

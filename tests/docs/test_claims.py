@@ -687,7 +687,7 @@ def unpacking() -> list[float]:
 
 
 def worst_of_a_formula() -> str:
-    """Return what the atlas says of the rule whose worst case is best, chosen with and without the training it is of."""
+    """Return what the atlas says of the rule whose worst case is best, and of one chosen without a training."""
     text = (ROOT / "docs" / "atlas.md").read_text(encoding="utf-8")
     found = re.search(
         r"`sidco-p` has the best worst case over 12 .* a factor of ([\d.]+) from k, in .*"
