@@ -164,6 +164,20 @@ def test_the_report_and_the_plan_take_them(trace, tmp_path):
     assert {r["compressor"] for r in found} == {"none", "topk"}
 
 
+def test_a_trace_names_the_compressor_that_the_exchanges_have():
+    """SparseLoCo's is its own, where there are local steps; elsewhere it is what was asked for."""
+    for steps, outer, named, ratio in (
+        (4, "sparseloco", "sparseloco", 64 / 4096),
+        (4, "diloco", "topk", 0.01),
+        (4, "mean", "topk", 0.01),
+        (0, "sparseloco", "topk", 0.01),
+        (0, "diloco", "topk", 0.01),
+    ):
+        config = RunConfig(**GPT, local_steps=steps, outer=outer, compressor="topk", ratio=0.01)
+        found = config.metadata()
+        assert (found["compressor"], found["ratio"]) == (named, ratio), (steps, outer)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "settings",
