@@ -14,6 +14,7 @@ import numpy as np
 
 from gradstats.analysis.agreement import agreement
 from gradstats.analysis.closest import evenly
+from gradstats.analysis.info import info_records
 from gradstats.analysis.over import Gradients, shares, subset_of
 from gradstats.analysis.verdicts import Verdict, setting_of, what_to_try
 from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, lossless_ratio, sparse_already
@@ -222,7 +223,12 @@ def advice_for(
     # zeros alone tell no training from another
     enough = not properties.keys() <= {"zeros", "nonzero"}
     if nonzero and sparse_already(nonzero):
-        records.insert(0, _LOSSLESS | {"ratio": lossless_ratio(nonzero)} | _planned(_LOSSLESS, ()))
+        lossless = _lossless(nonzero, plans)
+        # what a plan does not call faster is not recommended, here either
+        if not plans or lossless["speedup_low"] > 1:
+            records.insert(0, lossless)
+        else:
+            nonzero = 1.0
     elif not (nonzero and enough):
         # nothing is recommended
         records.sort(key=lambda r: r["rule"] != "none")
@@ -240,6 +246,16 @@ def advice_for(
         enough=enough,
     )
     return Advice(**fields, records=records, verdict=verdict)
+
+
+def _lossless(nonzero: float, plans: Sequence[Record]) -> dict[str, Any]:
+    """Return the record of the ratio that leaves out zeros alone; by a plan, of the next one that it has a time of."""
+    ratio = lossless_ratio(nonzero)
+    if plans:
+        known = (p["ratio"] for p in plans if p["compressor"] == "topk" and p["ratio"] >= ratio)
+        ratio = min(known, default=ratio)
+    record = _LOSSLESS | {"ratio": ratio}
+    return record | _planned(record, plans)
 
 
 def optimizer_of(source: Source) -> str | None:
@@ -295,8 +311,12 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         for ratio, share in energy_shares(magnitudes, source.numel, _ENERGY).items():
             found.setdefault(f"energy_{ratio:g}", []).append(share)
         found.setdefault("zeros", []).append(1 - magnitudes.count / source.numel)
+        found.setdefault("nonzero", []).append(magnitudes.count / source.numel)
     properties = {name: float(np.median(values)) for name, values in found.items()}
-    properties["nonzero"] = 1 - min(found["zeros"])
+    # a trace knows the zeros of every step of every rank
+    zeros = [r["zeros"] for r in info_records(source) if r["kind"] == kind and "zeros" in r]
+    counted = [(source.numel - count) / source.numel for count in zeros]
+    properties["nonzero"] = max([*found["nonzero"], *counted])
     common = sorted(set.intersection(*map(set, steps_of.values())))
     if len(steps_of) > 1 and common and not source.sketched(first, kind):
         # the last record is that of all steps and the whole gradient

@@ -68,7 +68,8 @@ def agreement(
         explained, share of the ranks' mean squared norm that their mean has (1 ÷ ranks for unrelated gradients);
         noise_scale, low, high: the gradient noise scale tr Σ ÷ ‖G‖², which estimates the critical batch size, and its
         95 % interval; ranks, world (ranks that trained together, those captured where the trace does not say),
-        workers, ratio, k, batch; reason, why there is no interval.
+        workers, ratio, k, batch; without, steps that the noise scale leaves out, as the gradients are zero or not
+        finite; reason, why there is no interval.
 
     Raises
     ------
@@ -224,9 +225,17 @@ def _selections(vectors: Sequence[Array], ratio: float, workers: int) -> dict[st
     n, numel = len(vectors), numel_of(vectors[0])
     k = target_count(ratio, numel)
     times = np.zeros(numel, np.int64)
+    fewest = numel
     for rank, vector in enumerate(vectors):
+        places = _largest(vector, k, rank)
+        fewest = min(fewest, places.size)
         # a rank's positions are distinct, so += counts each of them once
-        times[_largest(vector, k, rank)] += 1
+        times[places] += 1
+    if not fewest:  # a gradient of zeros, of which nothing is selected
+        return dict.fromkeys(("overlap", "union", "union_low", "union_high"), math.nan) | {
+            "ratio": ratio,
+            "k": k,
+        }
     counts = np.bincount(times, minlength=n + 1)
     # a position that c ranks select is shared by c(c − 1) ordered pairs of them, c = 0 … n
     both = float(counts @ (np.arange(n + 1) * np.arange(-1, n))) / (n * (n - 1))
@@ -270,9 +279,14 @@ def _record(
     noise, signal = (np.array([f[name] for f in found]) for name in ("noise", "signal"))
     unit = 1 if batch is None else batch
     scale, low, high, reason = math.nan, math.nan, math.nan, "one step"
+    # of a step of zeros, or of NaN, nothing is known
+    telling = np.isfinite(noise) & np.isfinite(signal) & ((noise != 0) | (signal != 0))
+    noise, signal = noise[telling], signal[telling]
     # equal gradients leave a noise of rounding, of either sign
     equal = noise <= 1e-12 * np.abs(signal)
-    if equal.any():
+    if not telling.any():
+        reason = "a rank's gradient is zero, or not finite"
+    elif equal.any():
         at = "" if equal.all() else f" at {equal.sum()} of {equal.size} steps"
         reason = f"the ranks hold the same gradient{at}: captured after averaging, or of the same samples on every rank"
         noise, signal = noise[~equal], signal[~equal]
@@ -300,5 +314,6 @@ def _record(
         # a trace that knows no world size had at least the ranks that were captured
         "world": max(trained, found[0]["ranks"]),
         "batch": batch,
+        "without": int(np.count_nonzero(~telling)),
         "reason": reason,
     }

@@ -158,12 +158,8 @@ def delta(
     common, remarks = _common(checkpoints)
     named = chosen([layer.name for layer in common], layers, per_layer, checkpoints[0].name)
     # before any layer is compared: all are compared in one type
-    stored = _shortest(checkpoints, common)
-    compared = dtype or stored
-    if stored != "fp32" and rate is None:
-        remarks.append(
-            f"predicted: not known, as weights in {stored} hide the update; give its mean magnitude as rate (--rate)"
-        )
+    compared = dtype or _shortest(checkpoints, common)
+    hidden: dict[str, None] = {}
     totals: dict[tuple[int, str], _Change] = {}
     for layer in followed(common, "layers"):
         # one layer of every checkpoint, so that all pairs come from one read
@@ -176,14 +172,20 @@ def delta(
                 law, share = "", math.nan
                 # a rate is that of one interval between checkpoints, not of several
                 if rate is None or lag == 1:
-                    law, share = _predict(
-                        update, before, compared, rate, master, known=stored == "fp32"
-                    )
+                    known = not (_is_short(before) or _is_short(after))
+                    law, share = _predict(update, before, compared, rate, master, known=known)
+                    if not law:
+                        hidden[layer.name] = None
                 # counted by elements, so that a record's law is that of most of its weights
                 change.laws[law], change.predicted = layer.numel, share * layer.numel
                 for name in ("all", layer.name) if layer.name in named else ("all",):
                     totals.setdefault((lag, name), _Change()).add(change)
         on_progress()
+    if hidden:
+        remarks.append(
+            f"predicted: not known, as weights in 16 bits hide the update of {some(hidden)}; give its mean magnitude "
+            "as rate (--rate)"
+        )
     pairs = {lag: len(checkpoints) - lag for lag, _ in totals}
     order = {"all": -1} | {name: i for i, name in enumerate(named)}
     keys = sorted(totals, key=lambda key: (key[0], order[key[1]]))
@@ -283,6 +285,11 @@ def _shortest(checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer]) -> We
             if not left:
                 return "fp32"
     return left[0]
+
+
+def _is_short(values: Vector) -> bool:
+    """Tell whether weights seem to have been kept in 16 bits; those that are all equal, as at first, do not tell."""
+    return (_fits(values, "bf16") or _fits(values, "fp16")) and bool(np.ptp(values) > 0)
 
 
 def _fits(values: Vector, dtype: str) -> bool:

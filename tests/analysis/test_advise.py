@@ -14,7 +14,7 @@ from gradstats.analysis import advise
 from gradstats.analysis.advise import compared_kind
 from gradstats.analysis.verdicts import what_to_try
 from gradstats.errors import InputError
-from gradstats.trace import create_trace
+from gradstats.trace import TraceWriter, create_trace
 from gradstats.trace.sources import open_source
 
 ALIKE = {"energy_0.01": 0.5, "energy_0.001": 0.2, "zeros": 0.0, "cosine": 0.3}
@@ -211,6 +211,41 @@ def test_a_sparse_gradient_loses_nothing_at_its_own_ratio(measured):
     assert gradstats.advise(half, optimizer="SGD").verdict.headline.startswith(
         "Try topk at ratio 0.1"
     )
+
+
+def test_a_plan_may_say_that_a_sparse_gradient_is_not_to_be_compressed(measured):
+    measured(near(6))
+    values = np.zeros(100_000, np.float32)
+    values[:1234] = np.random.default_rng(0).standard_normal(1234)
+
+    def advised(speedup, low, ratio=0.1):
+        plan = {"compressor": "topk", "ratio": ratio, "speedup": speedup, "speedup_low": low}
+        return gradstats.advise(values, [plan | {"speedup_high": 9.0}], optimizer="SGD")
+
+    # the plan has no time of 0.013, and 0.1 leaves out as little
+    faster = advised(2.0, 1.5)
+    assert faster.verdict.headline == "It is sparse already: at ratio 0.1 nothing is lost"
+    assert (faster.ratio, faster.records[0]["speedup"]) == (0.1, 2.0)
+    assert advised(0.9, 0.8).rule == "none"
+    # a smaller ratio, however fast, would lose something
+    smaller = advised(5.0, 4.0, ratio=0.01)
+    assert "sparse" not in smaller.verdict.headline
+
+
+def test_every_step_and_rank_counts_where_nothing_is_said_to_be_lost(tmp_path):
+    """The five steps of the first rank that are read are sparse, others are not."""
+    create_trace(tmp_path / "t.zarr", LAYERS, world_size=2)
+    rng = np.random.default_rng(0)
+    for rank in range(2):
+        writer = TraceWriter(tmp_path / "t.zarr", rank, kinds=("gradient",))
+        for step in range(12):
+            values = np.zeros(620, np.float32)
+            many = 400 if (rank, step) == (1, 7) else 8
+            values[:many] = rng.standard_normal(many)
+            writer.append(step, {"gradient": values})
+        writer.close()
+    assert advise.properties_of(open_source(tmp_path / "t.zarr"))[1]["nonzero"] == 400 / 620
+    assert "sparse" not in gradstats.advise(tmp_path / "t.zarr").verdict.headline
 
 
 def test_nothing_is_advised_of_zeros_or_few_elements(measured):

@@ -195,6 +195,24 @@ def test_some_steps_captured_after_averaging_are_told(tmp_path):
     assert math.isfinite(each[6]["noise_scale"])
 
 
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_steps_without_a_gradient_are_left_out_and_counted(tmp_path, value):
+    """They say nothing of the others, and least of all that ranks hold the same gradient."""
+
+    def some(step, rank):
+        return gradient(step, rank) if step != 3 else np.full(NUMEL, value, np.float32)
+
+    *each, over = gradstats.agreement(write(tmp_path / "run.zarr", 2, 25, some, batch_size=2))
+    others = gradstats.agreement(tmp_path / "run.zarr", steps=[*range(3), *range(4, 25)])[-1]
+    assert (over["without"], others["without"]) == (1, 0)
+    for name in ("noise_scale", "low", "high", "cosine", "signs", "overlap", "union", "explained"):
+        assert over[name] == pytest.approx(others[name]), name
+    assert each[3]["reason"] == "a rank's gradient is zero, or not finite"
+    assert math.isnan(each[3]["union"])
+    assert math.isnan(each[3]["noise_scale"])
+    assert batch_sentence(over) == f"{batch_sentence(others)}. Left out: one step of zeros or NaN"
+
+
 def test_intervals_hold_only_what_can_be(tmp_path):
     """An overlap that is rarely above zero has no interval that begins below it."""
 

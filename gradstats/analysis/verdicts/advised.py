@@ -63,7 +63,7 @@ def what_to_try(
     Verdict
         Its numbers are three sentences or more, a line each.
     """
-    if sparse := sparse_already(nonzero):
+    if sparse := sparse_already(nonzero, records[0]["ratio"]):
         return Verdict(
             sparse[0], "\n".join((sparse[1], _TRY)) if nonzero else sparse[1], not nonzero
         )
@@ -109,13 +109,15 @@ def what_to_try(
     return Verdict(headline, "\n".join((said, kept, _TRY)))
 
 
-def sparse_already(nonzero: float) -> tuple[str, str] | None:
+def sparse_already(nonzero: float, ratio: float | None = None) -> tuple[str, str] | None:
     """Return what is said of a gradient of which few elements are not zero; None where there are more.
 
     Parameters
     ----------
     nonzero : float
         Share of the elements that are not zero.
+    ratio : float, optional
+        Ratio that is recommended; the least at which nothing is lost by default.
 
     Returns
     -------
@@ -129,7 +131,8 @@ def sparse_already(nonzero: float) -> tuple[str, str] | None:
         )
     if nonzero > _SPARSE:
         return None
-    headline = f"It is sparse already: at ratio {lossless_ratio(nonzero):g} nothing is lost"
+    least = lossless_ratio(nonzero)
+    headline = f"It is sparse already: at ratio {ratio or least:g} nothing is lost"
     share = f"{100 * nonzero:.2g}\N{NO-BREAK SPACE}%"
     return headline, (
         f"All but {share} of its elements are zero at the steps looked at; they cost nothing to leave out."

@@ -24,6 +24,13 @@ def batch_sentence(record: Mapping[str, Any]) -> str:
     str
         The sentence, which claims a side only where the whole interval lies there.
     """
+    left = record["without"]
+    some = "one step" if left == 1 else f"{left} steps"
+    return _told(record) + (f". Left out: {some} of zeros or NaN" if left else "")
+
+
+def _told(record: Mapping[str, Any]) -> str:
+    """Say the same of the steps that count."""
     # all ranks together take one step, so the batch of a step is that of all of them
     batch, low, high = record["world"] * (record["batch"] or 1), record["low"], record["high"]
     unit = "samples" if record["batch"] else "batches of one rank"

@@ -74,7 +74,7 @@ def should_compress(
         return Verdict(
             headline, f"{saves}\n{costs}\nNext: {plan}" if nonzero else costs, not nonzero
         )
-    if not shares:
+    if not shares or tried.headline == TOO_FEW[0]:
         return Verdict(*TOO_FEW)
     held = {r: [by[r] for by in shares.values() if r in by] for r in next(iter(shares.values()))}
     most = max(held)
