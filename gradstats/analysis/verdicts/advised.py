@@ -110,7 +110,7 @@ def what_to_try(
 
 
 def sparse_already(nonzero: float, ratio: float | None = None) -> tuple[str, str] | None:
-    """Return what is said of a gradient of which few elements are not zero; None where there are more.
+    """Return a headline and what it costs for a gradient of which few elements are not zero; None where there are more.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def sparse_already(nonzero: float, ratio: float | None = None) -> tuple[str, str
 
     Returns
     -------
-    headline, costs : str
+    tuple of (str, str) or None
         What to do, and what it costs.
     """
     if not nonzero:
