@@ -393,8 +393,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
     -------
     Records
         trace, quantity (with its ratio or model), kind, layer; n (steps); without, captured steps that have no such
-        number, as one of NaN has no mean; spacing, the most common distance between
-        steps; mean, low, high: over ranks and steps, low to high holds 90 % (``spread`` says where it is the range of
+        number, as one of NaN has no mean (0 without ``captured``); spacing, the most common distance between steps;
+        mean, low, high: over ranks and steps, low to high holds 90 % (``spread`` says where it is the range of
         fewer than 20 values); slope, slope_low, slope_high: change per 100 steps by least squares and its 95 %
         interval, relative (0.1 is 10 %) where `relative`, without an interval where the residuals are near a unit root;
         slope_p, p of no slope; slope_p_holm, the same corrected for the number of layers, models and ratios of the
@@ -426,7 +426,10 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
                 label = f"{name} {case[2]}" if other else name
                 labels = {"trace": dataset.attrs.get("source"), "quantity": label}
                 labels |= {"kind": str(case[0]), "layer": str(case[1])}
-                captured = dataset["captured"].sel(kind=case[0]).transpose("step", "rank").values
+                captured = np.isfinite(values)
+                if "captured" in dataset:  # not of one that was made by hand
+                    there = dataset["captured"].sel(kind=case[0])
+                    captured = there.transpose("step", "rank").values
                 records.append(labels | _drift(dataset["step"].values, values, captured))
         add_holm(records[first:], "slope_p", "slope_p_holm", ("kind",))
     return records

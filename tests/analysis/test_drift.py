@@ -75,6 +75,10 @@ def test_steps_without_a_number_are_counted(tmp_path):
         said = movement(found[name])
         assert said.startswith(f"{name} between ")
         assert said.endswith("here are 8. Left out: 4 of 12 steps, which have no such number.")
+    # a data set that was made by hand says nothing of what was captured
+    dataset = over_training(path, models=[]).drop_vars("captured")
+    (mean,) = drift_records(dataset, ["mean"])
+    assert (mean["n"], mean["without"]) == (8, 0)
     (none,) = drift(np.full(9, math.nan), ["mean"])
     assert (none["n"], none["without"]) == (0, 1)
     assert movement(none) == "mean: no step has such a number"
