@@ -108,7 +108,7 @@ def test_changes_are_those_over_the_most_common_distance(rng):
     """Of a series that is captured densely now and then: growth by a tenth in ten steps is not that of one."""
     steps = np.cumsum(np.tile([10, 10, 10, 1], 30))
     series = 1.1 ** (steps / 10) * np.exp(1e-4 * rng.normal(size=steps.size))
-    found = _drift(steps, series[:, None])
+    found = _drift(steps, series[:, None], np.ones((steps.size, 1), bool))
     assert found["spacing"] == 10
     assert found["change_low"] == pytest.approx(1.1, rel=1e-3)
     assert found["change_high"] == pytest.approx(1.1, rel=1e-3)
