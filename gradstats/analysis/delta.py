@@ -289,7 +289,7 @@ def _shortest(checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer]) -> We
 
 def _is_short(values: Vector) -> bool:
     """Tell whether weights seem to have been kept in 16 bits; those that are all equal, as at first, do not tell."""
-    return (_fits(values, "bf16") or _fits(values, "fp16")) and bool(np.ptp(values) > 0)
+    return (_fits(values, "bf16") or _fits(values, "fp16")) and bool((values != values[0]).any())
 
 
 def _fits(values: Vector, dtype: str) -> bool:

@@ -73,8 +73,8 @@ _UNIT = "gradient's unit"
 _MEANINGS = {
     "zero_fraction": ("share of zeros", "1"),
     "nonfinite": ("NaN and infinite elements", "1"),
-    "mean": ("mean magnitude of the elements that are not zero", _UNIT),
-    "rms": ("root mean square of the elements that are not zero", _UNIT),
+    "mean": ("mean magnitude", _UNIT),
+    "rms": ("root mean square", _UNIT),
     "max": ("largest magnitude", _UNIT),
     "p": ("decay exponent p", "1"),
     "p_low": ("lower end of the 95 % interval of p", "1"),
