@@ -8,9 +8,8 @@ same number of steps. Each run is stored in docs/results/network-WORKLOAD.jsonl 
 repeated, so the program can be interrupted. It needs root and a quiet machine. The table is printed at the end;
 ``--write`` also puts it into docs/network.md.
 
-One run a system tells what differs twofold, and nothing that differs by a tenth. ``--rounds N`` trains those of
-``CLOSE`` in N rounds, one after the other in each, into docs/results/rounds-WORKLOAD.jsonl, and compares them within
-rounds.
+One run a system does not tell those apart that are close to each other. ``--rounds N`` trains those of ``CLOSE`` in N
+rounds, one after the other in each, into docs/results/rounds-WORKLOAD.jsonl, and compares them within rounds.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from records import RESULTS, Row, by, command, complete, grid, missing, show, store, stored
-from scipy.special import stdtrit
+from plateau import interval
+from records import RESULTS, Case, Row, by, command, complete, grid, missing, show, store, stored
 
 from capture.lab.cluster import Cluster, shaped_network
 from capture.lab.run import check, measure_network, train, train_without_exchange
@@ -133,8 +132,8 @@ def table(rows: list[Row], setting: Row) -> str:
     return about + "\n".join([grid(HEADS, lines), *made])
 
 
-def against(rows: list[Row], name: str, field: str = "seconds") -> tuple[float, float, float]:
-    """Return how many times as much of a field another of :data:`CLOSE` has as the first, within rounds.
+def against(rows: list[Row], name: str) -> tuple[float, float, float]:
+    """Return how many times as long another of :data:`CLOSE` takes for a step as the first, within rounds.
 
     Parameters
     ----------
@@ -142,22 +141,18 @@ def against(rows: list[Row], name: str, field: str = "seconds") -> tuple[float, 
         Runs in rounds.
     name : str
         The other.
-    field : str
-        A number above zero.
 
     Returns
     -------
     mean, low, high : float
         Geometric mean over the rounds, and its 95 % interval, of independent rounds.
     """
-    found = {(r["compressor"], r["round"]): r[field] for r in rows}
-    logs = [
-        math.log(found[name, r] / found[CLOSE[0], r])
-        for r in range(1 + max(r["round"] for r in rows))
-        if {(name, r), (CLOSE[0], r)} <= found.keys()
-    ]
-    mean = statistics.fmean(logs)
-    half = float(stdtrit(len(logs) - 1, 0.975)) * statistics.stdev(logs) / len(logs) ** 0.5
+    first, other = (
+        {r["round"]: math.log(r["seconds"]) for r in rows if r["compressor"] == each}
+        for each in (CLOSE[0], name)
+    )
+    # an interrupted program has not come to the end of its round
+    mean, half = interval([other[i] - first[i] for i in first.keys() & other.keys()])
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
@@ -222,35 +217,27 @@ def main() -> None:
             measured = measure_network(network, setting["numel"], config.ratio, select, "network")
         measured.save(path.with_suffix(".json"))
     if options.rounds is None:
-        once(config, path, options.only)
+        run_missing(config, path, ["compressor"], [(name,) for name in options.only])
         made = {options.workload: table(stored(path)[1:], setting)}
     else:
-        in_rounds(config, path, options.rounds)
+        cases: list[Case] = [(name, i) for i in range(options.rounds) for name in CLOSE]
+        run_missing(config, path, ["compressor", "round"], cases)
         made = {"rounds": rounds_table()}
     show(made, options.write, "network.md")
 
 
-def once(config: RunConfig, path: Path, names: Sequence[str]) -> None:
-    """Train each system once, unless its run is stored."""
-    setting, key = stored(path)[0], by("compressor")
-    if left := missing(path, key, [(name,) for name in names]):
-        check(config, [name for (name,) in left])
-        with shaped_network(config.nproc, setting["rate"]) as network:
-            complete(path, key, left, lambda name: one(config, name, network, setting["compute"]))
+def run_missing(config: RunConfig, path: Path, fields: Sequence[str], cases: list[Case]) -> None:
+    """Train what no row is of: a system by its name, or by its name and the number of its round."""
+    setting, key = stored(path)[0], by(*fields)
 
+    def measure(name: str, *others: int) -> Row:
+        made = one(config, name, network, setting["compute"])
+        return dict(zip(fields, (name, *others), strict=True)) | made
 
-def in_rounds(config: RunConfig, path: Path, rounds: int) -> None:
-    """Train the systems of :data:`CLOSE`, one after the other in each round."""
-    setting, key = stored(path)[0], by("compressor", "round")
-    if left := missing(path, key, [(name, i) for i in range(rounds) for name in CLOSE]):
-        check(config, [*CLOSE])
+    if left := missing(path, key, cases):
+        check(config, list(dict.fromkeys(name for name, *_ in left)))
         with shaped_network(config.nproc, setting["rate"]) as network:
-            complete(
-                path,
-                key,
-                left,
-                lambda name, i: {"round": i, **one(config, name, network, setting["compute"])},
-            )
+            complete(path, key, left, measure)
 
 
 def one(config: RunConfig, name: str, network: Cluster, compute: float) -> Row:

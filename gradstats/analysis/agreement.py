@@ -293,7 +293,7 @@ def _record(
     if noise.size:
         # ‖G‖² is estimated without bias, so it may be below zero where there is little signal
         scale = float(noise.mean() / signal.mean()) if signal.mean() > 0 else math.inf
-        # what some steps lack says nothing good of the others
+        # a trace that was captured after averaging in part is doubtful in the rest
         if labels["step"] is None and not equal.any():
             low, high, reason = ratio_interval(noise, signal)
     means = {}

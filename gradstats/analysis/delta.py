@@ -159,11 +159,12 @@ def delta(
     named = chosen([layer.name for layer in common], layers, per_layer, checkpoints[0].name)
     # before any layer is compared: all are compared in one type
     compared = dtype or _shortest(checkpoints, common)
-    hidden: dict[str, None] = {}
+    hidden: set[str] = set()
     totals: dict[tuple[int, str], _Change] = {}
     for layer in followed(common, "layers"):
         # one layer of every checkpoint, so that all pairs come from one read
         values = [c.values(layer) for c in checkpoints]
+        short = [rate is None and _is_short(each) for each in values]
         for i, before in enumerate(values):
             for lag, after in enumerate(values[i + 1 :], 1):
                 # in float64, where the difference of two float32 cannot overflow
@@ -172,10 +173,10 @@ def delta(
                 law, share = "", math.nan
                 # a rate is that of one interval between checkpoints, not of several
                 if rate is None or lag == 1:
-                    known = not (_is_short(before) or _is_short(after))
+                    known = not (short[i] or short[i + lag])
                     law, share = _predict(update, before, compared, rate, master, known=known)
                     if not law:
-                        hidden[layer.name] = None
+                        hidden.add(layer.name)
                 # counted by elements, so that a record's law is that of most of its weights
                 change.laws[law], change.predicted = layer.numel, share * layer.numel
                 for name in ("all", layer.name) if layer.name in named else ("all",):

@@ -24,9 +24,10 @@ def batch_sentence(record: Mapping[str, Any]) -> str:
     str
         The sentence, which claims a side only where the whole interval lies there.
     """
-    left = record["without"]
-    some = "one step" if left == 1 else f"{left} steps"
-    return _told(record) + (f". Left out: {some} of zeros or NaN" if left else "")
+    said, without = _told(record), record["without"]
+    if not without:
+        return said
+    return f"{said}. Left out: {'one step' if without == 1 else f'{without} steps'} of zeros or NaN"
 
 
 def _told(record: Mapping[str, Any]) -> str:
