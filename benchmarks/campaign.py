@@ -79,7 +79,7 @@ PARTS = {
     ),
     "messages": Part("faults.wire.message", "damaged messages", 20_000, 60, 1000),
     "messages of ranks": Part(
-        "faults.wire.between_ranks", "damaged messages between two ranks, verified", 100, 3, 20, 60
+        "faults.wire.between_ranks", "damaged messages between two ranks, verified", 100, 1, 20, 60
     ),
     "options": Part("faults.options.trial", "ranks that were given different things", 600, 12, 50),
     "checkpoints": Part("faults.checkpoints.mutated", "altered checkpoints", 5200, 26, 650),

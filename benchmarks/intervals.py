@@ -538,7 +538,7 @@ def _decays() -> Iterator[Case]:
     for law in (Law("pareto", (1.25,)), Law("pareto", (2.5,))):
         for n, replications in ((10_000, 1000), (1_000_000, 300)):
             ask = partial(ask_decay, law, n)
-            brief = 150 * (n == 10_000)
+            brief = 80 * (n == 10_000)
             yield Case("compressibility", str(law), n, ask, replications, brief=brief)
     pareto, name = Law("pareto", (1.25,)), "compressibility, own window"
     yield Case(name, str(pareto), 10_000, partial(ask_window, pareto, 10_000), 1000, brief=100)
@@ -569,7 +569,7 @@ def _series() -> Iterator[Case]:
         law = f"AR({memory:g})" if memory < 1 else "random walk"
         for n in (20, 60, 150, 400, *([1000] if memory == 0.98 else [])):
             ask = partial(ask_drift, memory, n, 1)
-            brief = {(0.0, 60): 200, (1.0, 400): 100}.get((memory, n), 0)
+            brief = {(0.0, 60): 80, (1.0, 400): 60}.get((memory, n), 0)
             outside = () if n >= least else ("slope", "slope_p")
             if n < levels.get(memory, math.inf):
                 outside = (*outside, "kpss_p", "adf_p")
@@ -595,7 +595,7 @@ def _series() -> Iterator[Case]:
                 )
     for n in (5, 10, 20):
         ask = partial(ask_line, n)
-        yield Case("bench-network", "a line, 5 % noise", n, ask, 1000, brief=300 * (n == 10))
+        yield Case("bench-network", "a line, 5 % noise", n, ask, 1000, brief=100 * (n == 10))
     for law in (
         Law("laplace"),
         Law("double_genpareto", (0.15,)),

@@ -507,7 +507,7 @@ def statements() -> Iterator[Statement]:
         yield Statement("compare, ranks", "half common", ranks, ask, 100, 20)
     for correlation, n, many in ((0.0, 24, 300), (0.0, 60, 80), (0.05, 24, 80)):
         name = f"correlation {correlation:g} of ranks' noise"
-        ask, brief = partial(ask_agreement, correlation, n), 20 * (n == 60)
+        ask, brief = partial(ask_agreement, correlation, n), 8 * (n == 60)
         shared = ("noise scale", "a larger batch pays or does not") if correlation else ()
         yield Statement("agreement", name, n, ask, many, brief, outside=shared)
     for spacing in SPACINGS:

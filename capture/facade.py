@@ -346,8 +346,7 @@ class Capture(Facts):
                 "DDP(mixed_precision=…) averages in a hook of its own, and takes no other: use torch.autocast instead"
             )
         # parameters may have been replaced since the Capture was made
-        adopted = self._layout.adopt()
-        self._watch.add(adopted if self.active else ())
+        self._layout.adopt()
         name_parameters(state, self._layout.model.named_parameters())
         tap = BucketTap(
             self._recorder, self._layout, self._kinds, self._watch, self._ddp, state, hook

@@ -100,7 +100,7 @@ class BucketTap(Tap):
         if recorder.scaler is None:
             recorder.scaler = scaler_of(state)
         if recorder.active:
-            watch.show(layout.parameters, weakref.WeakMethod(self._see))
+            watch.show(layout.parameters, self)
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Copy a bucket, and give it to the hook.
@@ -140,11 +140,16 @@ class BucketTap(Tap):
             raise
         return future
 
-    def _see(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def see(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Look at what a backward pass is about to add to a parameter's ``.grad``.
 
         Where that holds the result of an exchange, the bucket will hold the sum of both, and this rank's own gradient
         is seen here alone.
+
+        Parameters
+        ----------
+        parameter, gradient : torch.Tensor
+            A captured parameter, and what is added.
         """
         # once a pass, at the first parameter that it reaches
         if self._accumulation.enter(self._leave):
@@ -285,9 +290,7 @@ class BucketTap(Tap):
 
     def _mark_absent(self) -> None:
         """Mark what no bucket has shown; what no backward pass reached is zero."""
-        # once for both loops: going through a large model takes long
-        named = dict(self._layout.model.named_parameters())
-        replaced = {layer.name for layer, _ in self._layout.replaced(named)}
+        replaced = {layer.name for layer, _ in self._layout.replaced()}
         unseen = []
         for layer, parameter in zip(self._layout.layers, self._layout.parameters, strict=True):
             if layer.name in replaced:
@@ -303,7 +306,7 @@ class BucketTap(Tap):
                     array[layer.slice] = 0
         self._absent(sorted(replaced), _REPLACED)
         self._absent(unseen, _UNSEEN)
-        for parameter in named.values():
+        for parameter in self._layout.named().values():
             # DDP has no bucket for what was unfrozen, or added, after it was made
             if parameter.grad is not None and id(parameter) not in self._layout.slots:
                 self._note_absent(parameter)

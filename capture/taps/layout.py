@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -91,19 +92,25 @@ class Layout:
         ]
         # what requires a gradient now and has no slot is left out on purpose
         self._trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
+        self._modules: list[torch.nn.Module] = []
+        self._tree: list[object] = []
+        self._named: dict[str, torch.Tensor] = {}
 
-    def replaced(
-        self, named: Mapping[str, torch.Tensor] | None = None
-    ) -> list[tuple[Layer, torch.Tensor | None]]:
-        """Return the layers whose parameter in the model is another than before, with that one, or None without one.
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """Return what the model has now: its parameters by name.
 
-        Parameters
-        ----------
-        named : mapping of str to torch.Tensor, optional
-            The model's parameters by name, of a caller that has them; going through a model takes long.
+        Going through a model takes long, and is done anew only where a module or a parameter of it is another one.
         """
-        if named is None:
-            named = dict(self.model.named_parameters())
+        tree = _tree(self._modules)
+        if not tree or len(tree) != len(self._tree) or not all(map(operator.is_, tree, self._tree)):
+            self._modules = list(self.model.modules())
+            self._tree = _tree(self._modules)
+            self._named = dict(self.model.named_parameters())
+        return self._named
+
+    def replaced(self) -> list[tuple[Layer, torch.Tensor | None]]:
+        """Return the layers whose parameter in the model is another than before, with that one, or None without one."""
+        named = self.named()
         return [
             (layer, named.get(layer.name))
             for layer, parameter in zip(self.layers, self.parameters, strict=True)
@@ -166,6 +173,15 @@ class Layout:
         names = {id(p): name for name, p in self.model.named_parameters()}
         name = names.get(id(parameter), "a parameter of another model")
         return None if name in self.names else name  # of a replaced one, the layer is marked
+
+
+def _tree(modules: Iterable[torch.nn.Module]) -> list[object]:
+    """Return each module, followed by the modules and parameters that it holds now."""
+    return [
+        each
+        for module in modules
+        for each in (module, *module._modules.values(), *module._parameters.values())
+    ]
 
 
 def _ignored(model: object, inner: torch.nn.Module) -> set[int]:

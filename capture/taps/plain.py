@@ -151,7 +151,8 @@ class PlainTap(Tap):
         """Copy the gradients of a step that is recorded, and mark those that are gone."""
         kinds, own = list(self._recorder.arrays), source is self._layout.model
         seen, taken = set(), []
-        for name, parameter in source.named_parameters():
+        named = self._layout.named() if own else dict(source.named_parameters())
+        for name, parameter in named.items():
             slot = slots.get(id(parameter))
             if slot is None:
                 if own and parameter.grad is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -13,6 +13,22 @@ from gradstats.hooks.torch_private import version
 from gradstats.hooks.units import local_part
 
 __all__ = ["BackwardWatch"]
+
+_UNKNOWN = -1
+"""Version of a gradient that a backward pass has reached, and nobody can tell from a changed one."""
+
+
+class Seeing(Protocol):
+    """What :meth:`BackwardWatch.show` shows gradients to."""
+
+    def see(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Look at what a backward pass is about to add to a parameter's ``.grad``.
+
+        Parameters
+        ----------
+        parameter, gradient : torch.Tensor
+            The parameter, and what is added.
+        """
 
 
 class BackwardWatch:
@@ -50,7 +66,7 @@ class BackwardWatch:
         def notice(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             # reached all the same: an optimizer in the backward pass has taken it
-            versions[id(parameter)] = -1 if gradient is None else version(gradient)
+            versions[id(parameter)] = _UNKNOWN if gradient is None else version(gradient)
 
         for parameter in parameters:
             register: Any = parameter.register_post_accumulate_grad_hook
@@ -59,23 +75,26 @@ class BackwardWatch:
     def show(
         self,
         parameters: Sequence[torch.Tensor],
-        see: weakref.WeakMethod[Callable[[torch.Tensor, torch.Tensor], None]],
+        owner: Seeing,
     ) -> None:
-        """Show a method what a backward pass is about to add to each parameter's ``.grad``; nothing to the one before.
+        """Show an object what a backward pass is about to add to each parameter's ``.grad``; nothing to the one before.
+
+        It sees what :meth:`start` and :meth:`add` put hooks for, too, and these are removed: each costs every step.
 
         Parameters
         ----------
         parameters : sequence of torch.Tensor
             Parameters that require gradients.
-        see : weak reference to a method
-            Called with a parameter and a gradient.
+        owner : Seeing
+            Shown a parameter and a gradient. It is not kept alive.
         """
         self._remove(self._shown)
+        self._remove(self._handles)
         # hooks of tensors are called by autograd.grad() too, which accumulates nothing; of nodes that nobody holds DDP
         # makes new ones
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         for node, parameter in zip(self._nodes, parameters, strict=True):
-            self._shown.append(node.register_prehook(_Showing(parameter, see)))
+            self._shown.append(node.register_prehook(_showing(parameter, owner, self._versions)))
 
     @property
     def fired(self) -> bool:
@@ -164,20 +183,22 @@ class BackwardWatch:
         )
 
 
-class _Showing:
-    """A hook of autograd that keeps neither the parameter nor what it shows it to alive."""
+def _showing(
+    parameter: torch.Tensor,
+    owner: Seeing,
+    versions: dict[int, int],
+) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    """Return a hook of autograd that keeps neither the parameter nor whom it shows it to alive."""
+    # a function, and no WeakMethod, which is Python itself: this is called of each parameter, each step
+    key, shown, seeing = id(parameter), weakref.ref(parameter), weakref.ref(owner)
 
-    def __init__(
-        self,
-        parameter: torch.Tensor,
-        see: weakref.WeakMethod[Callable[[torch.Tensor, torch.Tensor], None]],
-    ) -> None:
-        self._parameter, self._see = weakref.ref(parameter), see
+    def show(gradients: tuple[torch.Tensor, ...]) -> None:
+        parameter, owner = shown(), seeing()
+        if parameter is not None and owner is not None and gradients[0] is not None:
+            versions[key] = _UNKNOWN
+            owner.see(parameter, gradients[0])
 
-    def __call__(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        parameter, see = self._parameter(), self._see()
-        if parameter is not None and see is not None and gradients[0] is not None:
-            see(parameter, gradients[0])
+    return show
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
