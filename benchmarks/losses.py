@@ -74,6 +74,10 @@ PROPERTIES = {
 FEWEST = 5
 """Trainings below which no property is said to go with the loss."""
 CORE = (DENSE, "topk", "dense-bf16", "dense-fp8")
+OTHERS = ("sidco-p", "topk without feedback", "topk of AdamW's steps", "ef-signsgd", "diloco")
+"""Systems that are compared with top-k."""
+BESIDE = 0.01
+"""The ratio of that comparison."""
 UNTUNED = ("dense-bf16", "dense-fp8")
 """Systems that train at the dense rate: they send every element, with fewer bits."""
 
@@ -176,8 +180,10 @@ def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: fl
     return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
 
 
-def _short(losses: Sequence[Row], piece: str, local: bool = False) -> Iterator[Row]:
-    """Yield the settings of a piece that were judged from seeds of their own, those of local steps or all others."""
+def _judged(
+    losses: Sequence[Row], piece: str
+) -> Iterator[tuple[str, float, list[float], float | None]]:
+    """Yield a piece's systems: name, ratio, how far each judging seed ended above dense, and bytes sent."""
     mine = [r for r in losses if r["piece"] == piece and r["seed"]]
     dense = {r["seed"]: r for r in mine if r["system"] == DENSE}
     for system, ratio in dict.fromkeys((r["system"], r["ratio"]) for r in mine):
@@ -185,12 +191,69 @@ def _short(losses: Sequence[Row], piece: str, local: bool = False) -> Iterator[R
             (r, dense[r["seed"]]) for r in mine
             if (r["system"], r["ratio"]) == (system, ratio) and r["seed"] in dense
         ]  # fmt: skip
-        if system == DENSE or not pairs or local is not ("local_steps" in SYSTEMS[system]):
+        if system == DENSE or not pairs:
             continue
         above = [r.get("loss", math.inf) / d["loss"] - 1 for r, d in pairs]
         # JSON has no infinity; a training that diverged is far above any tolerance
         above = [min(x, DIVERGED) if math.isfinite(x) else DIVERGED for x in above]
-        yield _run(system, ratio, STEPS, above, pairs[0][0].get("bytes"))
+        yield system, ratio, above, pairs[0][0].get("bytes")
+
+
+def _short(losses: Sequence[Row], piece: str, local: bool = False) -> Iterator[Row]:
+    """Yield the settings of a piece that were judged from seeds of their own, those of local steps or all others."""
+    for system, ratio, above, sent in _judged(losses, piece):
+        if local is ("local_steps" in SYSTEMS[system]):
+            yield _run(system, ratio, STEPS, above, sent)
+
+
+def farther(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Tell whether one ended farther from dense than the other, by more than the seeds of either differ."""
+    spread = max(max(each) - min(each) for each in (one, other))
+    return statistics.fmean(one) - statistics.fmean(other) > spread
+
+
+def beside_topk(losses: Sequence[Row]) -> list[Row]:
+    """Return where each of :data:`OTHERS` ended beside top-k at :data:`BESIDE`, by optimizer: trainings by name."""
+    rows = []
+    for system in OTHERS:
+        for optimizer in ("sgd", "adamw"):
+            row: Row = {"system": system, "optimizer": optimizer, "above": []}
+            row |= {"nearer": [], "same": [], "farther": []}
+            for piece in PIECES:
+                training, of = piece.split("/")
+                if of != optimizer or training in UNJUDGED:
+                    continue
+                found = {(name, ratio): above for name, ratio, above, _ in _judged(losses, piece)}
+                mine = found.get((system, SYSTEMS[system].get("ratio", BESIDE)))
+                topk = found.get(("topk", BESIDE))
+                if mine and topk:
+                    where = (
+                        "farther"
+                        if farther(mine, topk)
+                        else "nearer"
+                        if farther(topk, mine)
+                        else "same"
+                    )
+                    row[where].append(training)
+                    row["above"] += mine
+            if row["above"]:
+                rows.append(row)
+    return rows
+
+
+def beside_table(rows: Sequence[Row]) -> str:
+    """Return what :func:`beside_topk` found as Markdown."""
+    places = ("nearer", "same", "farther")
+    heads = "system | optimizer | trainings: | nearer: | the same: | farther: | above dense, %:"
+    lines = [
+        [
+            f"`{r['system']}`", {"sgd": "SGD", "adamw": "AdamW"}[r["optimizer"]],
+            str(sum(len(r[place]) for place in places)), *(str(len(r[place])) for place in places),
+            _cell(r["above"]),
+        ]
+        for r in rows
+    ]  # fmt: skip
+    return grid(heads, lines)
 
 
 def _plateau(piece: str) -> Iterator[Row]:
@@ -385,6 +448,7 @@ def main() -> None:
     judging = telling(found)
     made = held_out(judging)
     tables = {"losses": table(found), "local-steps": local_table(losses)}
+    tables |= {"beside-topk": beside_table(beside_topk(losses))}
     tables |= {"predictors": predicted(judging), "held-out": judged(made)}
     show(tables, options.write, PAGE)
     if options.write:

@@ -5,7 +5,7 @@ Nothing else in this package looks for members of a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -18,13 +18,12 @@ from gradstats.trace import COMPRESSION, LAYER_COMPRESSION, Kind
 
 if TYPE_CHECKING:
     from gradstats.hooks import Diagnosis, Scaler, StepRecord
-    from gradstats.hooks.gradient import Pair
     from gradstats.hooks.torch_private import GradBucket
 
 __all__ = [
     "ObservedState",
     "Reports",
-    "corrected_each",
+    "corrected_run",
     "name_parameters",
     "observe",
     "records_steps",
@@ -169,30 +168,37 @@ def observe(state: object, bucket: GradBucket | None = None) -> ObservedState:
     return _Partial(state)
 
 
-def corrected_each(state: ObservedState, pairs: Sequence[Pair]) -> list[torch.Tensor]:
-    """Return what a state is about to compress of several parameters' gradients.
+def corrected_run(
+    state: ObservedState,
+    parameters: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    out: torch.Tensor,
+) -> bool:
+    """Write what a state is about to compress of parameters that follow one another; False if it cannot say so at once.
 
     Parameters
     ----------
     state : ObservedState
-        A state. Where it has a method ``corrected_each(pairs)``, that is called, once; else ``corrected`` for each.
-    pairs : sequence of (torch.Tensor, torch.Tensor)
-        Parameters and their gradients.
+        A state. If it has one, its method ``corrected_run`` is called, as
+        :meth:`gradstats.hooks.CompressionState.corrected_run` is.
+    parameters : sequence of torch.Tensor
+        Parameters, in the model's order.
+    gradient : tensor, shape (n,)
+        Their gradients, each flat in logical order, one after another.
+    out : tensor, shape (n,)
+        Written.
     """
-    if _asked_together(type(state)):
-        together: Callable[[Sequence[Pair]], list[torch.Tensor]] = state.corrected_each  # type: ignore[attr-defined]
-        return together(pairs)
-    return [state.corrected(parameter, gradient) for parameter, gradient in pairs]
+    return _knows_runs(type(state)) and state.corrected_run(parameters, gradient, out)  # type: ignore[attr-defined]
 
 
 @cache
-def _asked_together(kind: type) -> bool:
-    """Tell whether a class has a ``corrected_each`` that says what its ``corrected`` does.
+def _knows_runs(kind: type) -> bool:
+    """Tell whether a class has a ``corrected_run`` that says what its ``corrected`` does.
 
     A subclass may have changed ``corrected`` alone.
     """
     nearest = next((c for c in kind.__mro__ if "corrected" in vars(c)), object)
-    return "corrected_each" in vars(nearest)
+    return "corrected_run" in vars(nearest)
 
 
 def records_steps(state: object) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from capture.recorder import Phase, Recorder, warn
-from capture.states import ObservedState, corrected_each, observe, scaler_of
+from capture.states import ObservedState, corrected_run, observe, scaler_of
 from capture.taps.accumulation import Accumulation
 from capture.taps.layout import Layout
 from capture.taps.tap import Tap
@@ -356,8 +356,7 @@ class BucketTap(Tap):
             self._copies[bucket.index()] = copy
         if not copy.possible:
             return False
-        for kind, array in arrays.items():
-            copy.copy(array, observed if kind == "corrected" else None)
+        copy.copy(arrays, observed)
         return True
 
 
@@ -368,7 +367,7 @@ class _BucketCopy:
         self, buffer: torch.Tensor, pairs: Sequence[Pair], slots: Mapping[int, slice]
     ) -> None:
         self._buffer = buffer  # kept, so that no other bucket's can come to have its address
-        self._targets: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        self._targets: dict[int, tuple[Any, torch.Tensor, list[torch.Tensor]]] = {}
         # elsewhere a device or a conversion is between, or part of the bucket is not captured
         self.possible = (
             buffer.dtype == torch.float32
@@ -376,32 +375,58 @@ class _BucketCopy:
             and all(id(p) in slots and p.dtype == torch.float32 for p, _ in pairs)
         )
         if self.possible:
-            self._pairs = list(pairs)
-            self._sources = [gradient for _, gradient in pairs]
-            self._slots = [slots[id(p)] for p, _ in pairs]
+            # in the model's order, in which DDP's buckets seldom are
+            ordered = sorted(pairs, key=lambda pair: slots[id(pair[0])].start)
+            self._sources = [gradient for _, gradient in ordered]
+            self._slots = [slots[id(p)] for p, _ in ordered]
+            self._runs = list(_runs(ordered, self._slots))
 
     def fits(self, buffer: torch.Tensor) -> bool:
         """Tell whether a bucket is still the one that this was made for: DDP makes new ones once."""
         return buffer.data_ptr() == self._buffer.data_ptr() and buffer.shape == self._buffer.shape
 
-    def copy(self, array: Any, state: ObservedState | None = None) -> None:
-        """Copy the gradients, or what a state is about to compress of them, to their places in an array."""
+    def copy(self, arrays: Mapping[Kind, Any], state: ObservedState) -> None:
+        """Copy the gradients, and what a state is about to compress of them, to their places in a step's arrays."""
+        with torch.no_grad():
+            for kind, array in arrays.items():
+                if kind != "corrected":
+                    copy_all(self._views(array)[1], self._sources)
+            if "corrected" not in arrays:
+                return
+            corrected = self._views(arrays["corrected"])[0]
+            gradient = self._views(arrays["gradient"])[0] if "gradient" in arrays else None
+            for pairs, place in self._runs:
+                out = corrected[place]
+                # the gradient is there already, flat and in the model's order
+                if gradient is not None and corrected_run(
+                    state, [p for p, _ in pairs], gradient[place], out
+                ):
+                    continue
+                sizes = [p.numel() for p, _ in pairs]
+                for pair, part in zip(pairs, out.split_with_sizes(sizes), strict=True):
+                    part.copy_(state.corrected(*pair).reshape(-1))
+
+    def _views(self, array: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return an array as a tensor, and in it the parameters, each of its shape."""
         # the writer's buffers are few and come back in turn: each gets its views once
         if id(array) not in self._targets:
             whole = torch.from_numpy(array)
-            # what a state makes is flat, or of the parameter's shape; flat is less to do, if it is so already
             views = [
-                whole[slot] if state else whole[slot].view(p.shape)
-                for slot, (p, _) in zip(self._slots, self._pairs, strict=True)
+                whole[slot].view(source.shape)
+                for slot, source in zip(self._slots, self._sources, strict=True)
             ]
             # with the array, so that its id is not given to another
-            self._targets[id(array)] = array, views
-        targets, sources = self._targets[id(array)][1], self._sources
-        if state is not None:
-            found = corrected_each(state, self._pairs)
-            sources = [each if each.ndim == 1 else each.reshape(-1) for each in found]
-        with torch.no_grad():
-            copy_all(targets, sources)
+            self._targets[id(array)] = array, whole, views
+        return self._targets[id(array)][1:]
+
+
+def _runs(pairs: Sequence[Pair], slots: Sequence[slice]) -> Iterator[tuple[Sequence[Pair], slice]]:
+    """Yield parameters that follow one another without a gap, and their place."""
+    first = 0
+    for i, slot in enumerate(slots, 1):
+        if i == len(slots) or slots[i].start != slot.stop:
+            yield pairs[first:i], slice(slots[first].start, slot.stop)
+            first = i
 
 
 def _gradients(bucket: GradBucket) -> Iterator[Pair]:

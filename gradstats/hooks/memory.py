@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 
 from gradstats.errors import InputError
-from gradstats.hooks.torch_private import add_each
 from gradstats.primitives.ratio import check_number
 
 __all__ = ["ErrorFeedback", "Memory", "NoMemory"]
@@ -149,25 +148,6 @@ class Memory(_Optional, ABC):
             Gradient plus memory.
         """
 
-    def previews(
-        self, gradients: Sequence[torch.Tensor], slots: Sequence[slice]
-    ) -> list[torch.Tensor]:
-        """Return :meth:`preview` of several parameters, of whose step nothing has been exchanged yet.
-
-        Parameters
-        ----------
-        gradients : sequence of tensor
-            Their gradients, each flat.
-        slots : sequence of slice
-            Their places in the flat gradient.
-
-        Returns
-        -------
-        list of tensor
-            The same bits as one by one.
-        """
-        return [self.preview(g, slot) for g, slot in zip(gradients, slots, strict=True)]
-
     @abstractmethod
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Keep what was not sent.
@@ -280,16 +260,6 @@ class ErrorFeedback(Memory):
             # dtypes promote to the memory's, so that the bits do not depend on `out`
             return torch.add(gradient, self._residual[slot], out=out)
         return torch.mul(self._residual[slot], self.decay, out=out).add_(gradient)
-
-    def previews(
-        self, gradients: Sequence[torch.Tensor], slots: Sequence[slice]
-    ) -> list[torch.Tensor]:
-        """Return gradient + residual of several parameters, in one call where the residual does not decay."""
-        # of a subclass with another sum of its own, that sum counts
-        own = type(self).preview is ErrorFeedback.preview
-        if self.decay != 1 or not own or not gradients:
-            return super().previews(gradients, slots)
-        return add_each(gradients, [self._residual[slot] for slot in slots])
 
     def settle(self, residual: torch.Tensor, sent: torch.Tensor | None) -> None:
         """Keep what was not sent of the corrected gradient as the residual."""

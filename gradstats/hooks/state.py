@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from gradstats.hooks.checkpoint import Checkpoint
 from gradstats.hooks.corrections import AdamCorrection
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
-from gradstats.hooks.gradient import FlatGradient, Pair, flatten, warm_up_writing
+from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
 from gradstats.hooks.guard import Guard, NonFinite
 from gradstats.hooks.layout import ParameterLayout, check_patterns
 from gradstats.hooks.leftover import Leftover
@@ -301,46 +302,52 @@ class CompressionState(Facts):
         tensor, shape (n,)
             Flat, in logical order, in unscaled units.
         """
-        (corrected,) = self.corrected_each([(parameter, gradient)])
-        return corrected
+        setup, scale = self._setup, self.current.scale
+        slot = setup.layout.slots.get(id(parameter))
+        flat = flatten(parameter, setup.leftover.without(parameter, gradient))
+        # times the inverse, in the memory's dtype, as the step does: dividing would give other bits
+        if scale != 1:
+            flat = flat.to(setup.layout.dtype) * (1 / scale)
+        # without a slot it is averaged densely
+        if slot is None or not setup.gradient.allocated:
+            return flat
+        if setup.further(parameter):
+            return self.memory.preview(flat, slot, further=True)
+        return self.memory.preview(flat, slot)
 
-    def corrected_each(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
-        """Return what :meth:`corrected` does for several parameters, in few calls.
+    def corrected_run(
+        self, parameters: Sequence[torch.Tensor], gradient: torch.Tensor, out: torch.Tensor
+    ) -> bool:
+        """Write what :meth:`corrected` returns of parameters that lie one after another, in one call.
 
         Parameters
         ----------
-        pairs : sequence of (torch.Tensor, torch.Tensor)
-            Parameters of the model, and their gradients.
+        parameters : sequence of torch.Tensor
+            Parameters of the model, in its order.
+        gradient : tensor, shape (n,)
+            Their gradients, each flat in logical order, one after another.
+        out : tensor, shape (n,)
+            Written: the same bits.
 
         Returns
         -------
-        list of tensor, shape (n,) each
-            In the order of `pairs`.
+        bool
+            False, and nothing is written, where each is to be asked for by itself.
         """
-        setup, scale = self._setup, self.current.scale
-        leftover, slots = setup.leftover, setup.layout.slots
-        leftover.settle([parameter for parameter, _ in pairs])
-        if leftover.parts:
-            pairs = [(p, leftover.without(p, gradient)) for p, gradient in pairs]
-        found = [flatten(p, gradient) for p, gradient in pairs]
-        # times the inverse, in the memory's dtype, as the step does: dividing would give other bits
-        if scale != 1:
-            found = [flat.to(setup.layout.dtype) * (1 / scale) for flat in found]
-        if not setup.gradient.allocated:
-            return found
-        together = []
-        for i, (parameter, _) in enumerate(pairs):
-            slot = slots.get(id(parameter))
-            if slot is None:  # averaged densely
-                continue
-            if setup.further(parameter):
-                found[i] = self.memory.preview(found[i], slot, further=True)
-            else:
-                together.append((i, slot))
-        several = self.memory.previews([found[i] for i, _ in together], [s for _, s in together])
-        for (i, _), each in zip(together, several, strict=True):
-            found[i] = each
-        return found
+        setup, kind = self._setup, type(self.memory).preview
+        setup.leftover.settle(parameters)
+        # a sum of one's own, and a momentum, may be of one parameter
+        simple = kind in (ErrorFeedback.preview, NoMemory.preview) and self.current.scale == 1
+        if not (simple and setup.gradient.allocated) or setup.leftover.found():
+            return False
+        if not gradient.dtype == out.dtype == setup.layout.dtype:
+            return False
+        found = [setup.layout.slots.get(id(parameter)) for parameter in parameters]
+        places = [place for place in found if place is not None]
+        if len(places) < len(found) or any(a.stop != b.start for a, b in pairwise(places)):
+            return False
+        self.memory.preview(gradient, slice(places[0].start, places[-1].stop), out)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a restart needs, of this rank alone: every rank saves its own.

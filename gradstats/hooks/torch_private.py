@@ -24,7 +24,6 @@ from gradstats.errors import InputError
 __all__ = [
     "GradBucket",
     "Unwrapped",
-    "add_each",
     "after_backward",
     "all_reduce_hook",
     "backward_pass",
@@ -200,17 +199,6 @@ def fail_when_asked(
         Raises the error.
     """
     future._set_unwrap_func(fail)
-
-
-def add_each(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the sums of pairs of tensors, in one call: parameters may be many and small.
-
-    Parameters
-    ----------
-    first, second : sequence of torch.Tensor
-        As many of each, of equal shapes.
-    """
-    return list(torch._foreach_add(list(first), list(second)))
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -279,9 +279,10 @@ def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArr
 
 
 def _name_steps(ax: Axes, steps: Sequence[int], offset: float) -> None:
-    """Name at most eight of the steps, which stand side by side."""
-    shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).astype(int))
-    ax.set_xticks(shown + offset, [f"{steps[i]}" for i in shown])
+    """Name at most eight of the steps, which stand side by side, at equal distances."""
+    # not up to the last one at any price: two names a place apart would be one number
+    shown = range(0, len(steps), -(-len(steps) // 8))
+    ax.set_xticks([i + offset for i in shown], [f"{steps[i]}" for i in shown])
 
 
 def _name_layers(ax: Axes, array: DataArray, offset: float) -> None:

@@ -27,6 +27,7 @@ from workers import hook as cases
 from capture import Capture, CaptureWarning, at, every, logarithmic, recent
 from capture.schedule import as_schedule
 from capture.taps.buckets import BucketTap
+from capture.taps.layout import Layout
 from gradstats import open_trace
 from gradstats.compressors import TopK
 from gradstats.errors import InputError, TraceError
@@ -419,6 +420,33 @@ def test_a_capture_that_stops_gives_its_memory_back(tmp_path, one_rank, monkeypa
     assert arrays
     assert not any(array() is not None for array in arrays)
     capture.close()
+
+
+def test_a_layout_follows_a_model_that_changes():
+    """It goes through the model anew for each change, wherever that is, and only then."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 3)))
+    layout = Layout(model)
+
+    def follows():
+        now, then = dict(model.named_parameters()), layout.named()
+        return now.keys() == then.keys() and all(now[name] is then[name] for name in now)
+
+    assert follows()
+    assert layout.named() is layout.named()
+    changes = (
+        lambda: model[1].__setitem__(0, nn.Linear(3, 3)),
+        lambda: model.add_module("head", nn.Linear(3, 1)),
+        lambda: setattr(model[0], "bias", nn.Parameter(torch.ones(3))),
+        lambda: model[1][0].register_parameter("bias", None),
+        lambda: model[1][0].register_parameter("scale", nn.Parameter(torch.ones(1))),
+        lambda: setattr(model, "0", nn.Identity()),
+        lambda: delattr(model, "head"),
+    )
+    for change in changes:
+        before = layout.named()
+        change()
+        assert follows()
+        assert layout.named() is not before
 
 
 def test_a_bucket_with_holes_in_the_trace_is_copied_parameter_by_parameter(tmp_path, one_rank):

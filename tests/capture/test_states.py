@@ -14,7 +14,7 @@ from capture import Capture
 from capture.states import (
     ObservedState,
     Reports,
-    corrected_each,
+    corrected_run,
     observe,
     records_steps,
     step_columns,
@@ -66,17 +66,20 @@ def test_what_corrects_several_at_once_is_asked_once_and_a_changed_sum_counts():
         def corrected(self, parameter, gradient):
             return 3 * gradient
 
-        def corrected_each(self, pairs):
-            return [4 * gradient for _, gradient in pairs]
+        def corrected_run(self, parameters, gradient, out):
+            out.copy_(4 * gradient)
+            return len(parameters) == 2
 
     class OneChanged(Both):
         def corrected(self, parameter, gradient):
             return 5 * gradient
 
-    pairs = [(MODEL.weight, GRADIENT), (MODEL.bias, GRADIENT[0, :2])]
-    for state, times in ((observe(Corrected()), 2), (Both(), 4), (OneChanged(), 5)):
-        found = corrected_each(state, pairs)
-        assert all(torch.equal(a, times * g) for a, (_, g) in zip(found, pairs, strict=True)), times
+    gradient = torch.arange(8.0)
+    for state, asked in ((observe(Corrected()), False), (Both(), True), (OneChanged(), False)):
+        out = torch.zeros(8)
+        assert corrected_run(state, [MODEL.weight, MODEL.bias], gradient, out) == asked
+        assert torch.equal(out, 4.0 * asked * gradient)
+    assert not corrected_run(Both(), [MODEL.weight], gradient[:6], out[:6])
 
 
 def test_a_state_that_implements_the_protocol_is_used_as_it_is():

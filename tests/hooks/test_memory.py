@@ -151,8 +151,8 @@ def test_a_state_shows_what_it_compresses_where_gradients_were_not_zeroed(one_ra
 
     def hook(state, bucket):
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        for (parameter, _), corrected in zip(pairs, state.corrected_each(pairs), strict=True):
-            shown[parameter.ndim] = corrected.clone()
+        for parameter, gradient in pairs:
+            shown[parameter.ndim] = state.corrected(parameter, gradient).clone()
         return compression_hook(state, bucket)
 
     ddp.register_comm_hook(state, hook)

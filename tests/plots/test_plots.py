@@ -257,6 +257,13 @@ def test_maps_of_layers(ax, by_layer):
         plots.layer_map(by_layer.sel(layer=["all"]), "mean", ax)
 
 
+def test_of_many_steps_a_few_are_named_at_equal_distances(ax):
+    found = gradstats.sketch(np.random.default_rng(2).laplace(size=100).astype("f4"))
+    plots.overview({20 * i: found for i in range(20)}, ax, ratios=[0.1])
+    assert [*ax.get_xticks()] == [0, 3, 6, 9, 12, 15, 18]
+    assert [t.get_text() for t in ax.get_xticklabels()] == [f"{60 * i}" for i in range(7)]
+
+
 def test_an_overview_has_the_shares_and_the_exact_thresholds(ax):
     """Steps of other scale and shape, out of order, one with zeros: each in its own column, above its own lines."""
     rng = np.random.default_rng(5)

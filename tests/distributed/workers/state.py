@@ -126,8 +126,18 @@ def remembered(rank, world, name):
         )
         if step == 5:  # what a capture would see is what is compressed
             pairs = [(p, torch.ones_like(p)) for p in net.parameters()]
+            together = torch.zeros(numel)
+            in_order = [p for p, _ in pairs]
+            # what the last exchange left is of each parameter by itself
+            assert not state.corrected_run(in_order, torch.ones(numel), together)
+            state._setup.leftover.clear()  # as the next backward pass does, which finds no gradients
             previews = [state.corrected(*pair) for pair in pairs]
-            assert all(map(torch.equal, previews, state.corrected_each(pairs)))
+            run = state.corrected_run(in_order, torch.ones(numel), together)
+            assert run == (name in ("none", "feedback"))
+            assert torch.equal(together, torch.cat(previews) if run else torch.zeros(numel))
+            # a gap, or another order
+            assert not state.corrected_run([pairs[0][0], pairs[2][0]], together, together)
+            assert not state.corrected_run([pairs[1][0], pairs[0][0]], together, together)
         backward(ddp, rank, step)
         got = flat_gradients(net)
         worst = max(worst, float(np.abs(got - expected).max() / np.abs(expected).max()))
