@@ -279,3 +279,43 @@ def test_systems_are_compared_with_topk_of_the_same_training():
     assert all(r["optimizer"] == "sgd" for r in found.values())
     table = losses.beside_table([found["diloco"]])
     assert "| `diloco` | SGD | 1 | 1 | 0 | 0 | +20.0 |" in table
+
+
+def test_where_other_systems_ended_is_what_the_pages_say():
+    rows = losses.beside_topk(stored(losses.FILE))
+
+    def where(system, place):
+        """Return the trainings of a system that ended there, by optimizer."""
+        return {r["optimizer"]: r[place] for r in rows if r["system"] == system}
+
+    def count(system, place):
+        return sum(map(len, where(system, place).values()))
+
+    places = ("nearer", "same", "farther")
+    (every,) = {
+        sum(count(system, place) for place in places)
+        for system in losses.OTHERS
+        if "adam_correction" not in losses.SYSTEMS[system]
+    }
+    bare = "topk without feedback"
+    assert where("sidco-p", "nearer") == {"sgd": ["resnet8-cifar16", "vit-digits"], "adamw": []}
+    assert where(bare, "nearer") == {
+        "sgd": ["vit-digits", "simclr-digits"],
+        "adamw": ["vit-digits", "unet-digits"],
+    }
+    assert where("ef-signsgd", "nearer") == {"sgd": [], "adamw": ["gcn-blocks"]}
+    text = " ".join((DOCS / "losses.md").read_text(encoding="utf-8").split())
+    for sentence in (
+        f"`sidco-p` ended where `topk` did in {count('sidco-p', 'same')} of {every}, and nearer in "
+        f"{count('sidco-p', 'nearer')}, `resnet8-cifar16` and `vit-digits` with SGD.",
+        f"Without feedback top-k ended farther from dense in {count(bare, 'farther')} of {every}, and nearer in "
+        f"{count(bare, 'nearer')}: `vit-digits` under either optimizer, `unet-digits` with AdamW and `simclr-digits` "
+        "with SGD.",
+        "`ef-signsgd` ended nearer in one, `gcn-blocks` with AdamW.",
+        f"Ten local steps ended nearer in {count('diloco', 'nearer')} of {every}, for about five times the bytes of "
+        f"`topk` at 0.01, and farther in {count('diloco', 'farther')}.",
+    ):
+        assert sentence in text, sentence
+    farther, nearer = count(bare, "farther"), count(bare, "nearer")
+    said = f"farther from dense in {farther} of {every} trainings, and nearer in {nearer}]"
+    assert said in " ".join((DOCS / "choose.md").read_text(encoding="utf-8").split())
