@@ -15,6 +15,8 @@ DATA_SETS = Path(os.environ.get("GRADSTATS_DATA", ROOT.parent / "shared" / "data
 
 # Two thread pools on two cores stall each other, and every worker process would bring its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where this is set, each of the hundreds of processes that tests start would compile what it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Triton's kernels run in its interpreter, on CPU tensors: it is chosen when Triton is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
