@@ -8,8 +8,8 @@ BIN := .venv/bin
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
 
-# Three at a time, on two cores: most of it is processes that start, and wait for each other. A file's tests stay together, and share what they set up; the files
-# with slow tests come first (tests/conftest.py), so that both end together.
+# Three at a time, on two cores: most of it is processes that start, and wait for each other. A file's tests stay
+# together, and share what they set up; the files with slow tests come first (tests/conftest.py), so that all end together.
 test: .venv
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

@@ -19,6 +19,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ OTHERS = ("sidco-p", "topk without feedback", "topk of AdamW's steps", "ef-signs
 """Systems that are compared with top-k."""
 BESIDE = 0.01
 """The ratio of that comparison."""
+PLACES = ("nearer", "same", "farther")
+"""Where a system may end beside top-k: nearer to dense, in the same place, or farther from it."""
 UNTUNED = ("dense-bf16", "dense-fp8")
 """Systems that train at the dense rate: they send every element, with fewer bits."""
 
@@ -180,7 +183,7 @@ def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: fl
     return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
 
 
-def _judged(
+def _above(
     losses: Sequence[Row], piece: str
 ) -> Iterator[tuple[str, float, list[float], float | None]]:
     """Yield a piece's systems: name, ratio, how far each judging seed ended above dense, and bytes sent."""
@@ -201,7 +204,7 @@ def _judged(
 
 def _short(losses: Sequence[Row], piece: str, local: bool = False) -> Iterator[Row]:
     """Yield the settings of a piece that were judged from seeds of their own, those of local steps or all others."""
-    for system, ratio, above, sent in _judged(losses, piece):
+    for system, ratio, above, sent in _above(losses, piece):
         if local is ("local_steps" in SYSTEMS[system]):
             yield _run(system, ratio, STEPS, above, sent)
 
@@ -214,45 +217,42 @@ def farther(one: Sequence[float], other: Sequence[float]) -> bool:
 
 def beside_topk(losses: Sequence[Row]) -> list[Row]:
     """Return where each of :data:`OTHERS` ended beside top-k at :data:`BESIDE`, by optimizer: trainings by name."""
+    each = {
+        piece: {(system, ratio): above for system, ratio, above, _ in _above(losses, piece)}
+        for piece in PIECES
+    }
     rows = []
-    for system in OTHERS:
-        for optimizer in ("sgd", "adamw"):
-            row: Row = {"system": system, "optimizer": optimizer, "above": []}
-            row |= {"nearer": [], "same": [], "farther": []}
-            for piece in PIECES:
-                training, of = piece.split("/")
-                if of != optimizer or training in UNJUDGED:
-                    continue
-                found = {(name, ratio): above for name, ratio, above, _ in _judged(losses, piece)}
-                mine = found.get((system, SYSTEMS[system].get("ratio", BESIDE)))
-                topk = found.get(("topk", BESIDE))
-                if mine and topk:
-                    where = (
-                        "farther"
-                        if farther(mine, topk)
-                        else "nearer"
-                        if farther(topk, mine)
-                        else "same"
-                    )
-                    row[where].append(training)
-                    row["above"] += mine
-            if row["above"]:
-                rows.append(row)
+    for system, optimizer in product(OTHERS, ("sgd", "adamw")):
+        row: Row = {"system": system, "optimizer": optimizer, "above": []}
+        row |= {place: [] for place in PLACES}
+        for piece, found in each.items():
+            training, of = piece.split("/")
+            mine = found.get((system, SYSTEMS[system].get("ratio", BESIDE)))
+            topk = found.get(("topk", BESIDE))
+            if of == optimizer and training not in UNJUDGED and mine and topk:
+                row[_place(mine, topk)].append(training)
+                row["above"] += mine
+        if row["above"]:
+            rows.append(row)
     return rows
+
+
+def _place(one: Sequence[float], other: Sequence[float]) -> str:
+    """Return where one ended beside the other: one of :data:`PLACES`."""
+    if farther(one, other):
+        return "farther"
+    return "nearer" if farther(other, one) else "same"
 
 
 def beside_table(rows: Sequence[Row]) -> str:
     """Return what :func:`beside_topk` found as Markdown."""
-    places = ("nearer", "same", "farther")
     heads = "system | optimizer | trainings: | nearer: | the same: | farther: | above dense, %:"
-    lines = [
-        [
-            f"`{r['system']}`", {"sgd": "SGD", "adamw": "AdamW"}[r["optimizer"]],
-            str(sum(len(r[place]) for place in places)), *(str(len(r[place])) for place in places),
-            _cell(r["above"]),
-        ]
-        for r in rows
-    ]  # fmt: skip
+    lines = []
+    for row in rows:
+        counts = [len(row[place]) for place in PLACES]
+        optimizer = {"sgd": "SGD", "adamw": "AdamW"}[row["optimizer"]]
+        numbers = map(str, (sum(counts), *counts))
+        lines.append([f"`{row['system']}`", optimizer, *numbers, _cell(row["above"])])
     return grid(heads, lines)
 
 

@@ -339,7 +339,7 @@ class BucketTap(Tap):
     def _copy_whole(
         self, bucket: GradBucket, observed: ObservedState, arrays: Mapping[Kind, Any]
     ) -> bool:
-        """Copy a bucket in one call for each kind, if it can be done; tell whether it was.
+        """Copy a bucket in few calls, if it can be done; tell whether it was.
 
         Of a network with many small parameters the calls for each take longer than the memory.
         """
@@ -361,7 +361,10 @@ class BucketTap(Tap):
 
 
 class _BucketCopy:
-    """Copy the gradients of one of DDP's buckets to their places in the trace in one call for each kind."""
+    """Copy what one of DDP's buckets brings to its places in the trace, in few calls.
+
+    Gradients take one call; what a state compresses of them one for each run of parameters, where the state can say it.
+    """
 
     def __init__(
         self, buffer: torch.Tensor, pairs: Sequence[Pair], slots: Mapping[int, slice]
@@ -396,15 +399,12 @@ class _BucketCopy:
             corrected = self._views(arrays["corrected"])[0]
             gradient = self._views(arrays["gradient"])[0] if "gradient" in arrays else None
             for pairs, place in self._runs:
-                out = corrected[place]
+                parameters, out = [p for p, _ in pairs], corrected[place]
                 # the gradient is there already, flat and in the model's order
-                if gradient is not None and corrected_run(
-                    state, [p for p, _ in pairs], gradient[place], out
-                ):
-                    continue
-                sizes = [p.numel() for p, _ in pairs]
-                for pair, part in zip(pairs, out.split_with_sizes(sizes), strict=True):
-                    part.copy_(state.corrected(*pair).reshape(-1))
+                if gradient is None or not corrected_run(state, parameters, gradient[place], out):
+                    parts = out.split_with_sizes([p.numel() for p in parameters])
+                    for pair, part in zip(pairs, parts, strict=True):
+                        part.copy_(state.corrected(*pair).reshape(-1))
 
     def _views(self, array: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return an array as a tensor, and in it the parameters, each of its shape."""

@@ -170,7 +170,7 @@ class Layout:
         """
         if id(parameter) in self._trainable:
             return None
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = {id(p): name for name, p in self.named().items()}
         name = names.get(id(parameter), "a parameter of another model")
         return None if name in self.names else name  # of a replaced one, the layer is marked
 

@@ -15,7 +15,7 @@ from gradstats.hooks.units import local_part
 __all__ = ["BackwardWatch"]
 
 _UNKNOWN = -1
-"""Version of a gradient that a backward pass has reached, and nobody can tell from a changed one."""
+"""In the place of a version: a backward pass has reached the parameter, and no more is known of its gradient."""
 
 
 class Seeing(Protocol):
@@ -72,14 +72,10 @@ class BackwardWatch:
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(notice))
 
-    def show(
-        self,
-        parameters: Sequence[torch.Tensor],
-        owner: Seeing,
-    ) -> None:
+    def show(self, parameters: Sequence[torch.Tensor], owner: Seeing) -> None:
         """Show an object what a backward pass is about to add to each parameter's ``.grad``; nothing to the one before.
 
-        It sees what :meth:`start` and :meth:`add` put hooks for, too, and these are removed: each costs every step.
+        Hooks of :meth:`start` and :meth:`add` are removed: these notice the same, and each takes time in every step.
 
         Parameters
         ----------
@@ -184,19 +180,17 @@ class BackwardWatch:
 
 
 def _showing(
-    parameter: torch.Tensor,
-    owner: Seeing,
-    versions: dict[int, int],
+    parameter: torch.Tensor, owner: Seeing, versions: dict[int, int]
 ) -> Callable[[tuple[torch.Tensor, ...]], None]:
     """Return a hook of autograd that keeps neither the parameter nor whom it shows it to alive."""
-    # a function, and no WeakMethod, which is Python itself: this is called of each parameter, each step
-    key, shown, seeing = id(parameter), weakref.ref(parameter), weakref.ref(owner)
+    # not by a WeakMethod, which is slower: this is called for each parameter, in each step
+    key, parameter_ref, owner_ref = id(parameter), weakref.ref(parameter), weakref.ref(owner)
 
     def show(gradients: tuple[torch.Tensor, ...]) -> None:
-        parameter, owner = shown(), seeing()
-        if parameter is not None and owner is not None and gradients[0] is not None:
+        shown, seeing = parameter_ref(), owner_ref()
+        if shown is not None and seeing is not None and gradients[0] is not None:
             versions[key] = _UNKNOWN
-            owner.see(parameter, gradients[0])
+            seeing.see(shown, gradients[0])
 
     return show
 

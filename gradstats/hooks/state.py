@@ -311,6 +311,7 @@ class CompressionState(Facts):
         # without a slot it is averaged densely
         if slot is None or not setup.gradient.allocated:
             return flat
+        # passed only where it is true, as in Memory.add()
         if setup.further(parameter):
             return self.memory.preview(flat, slot, further=True)
         return self.memory.preview(flat, slot)
@@ -334,13 +335,16 @@ class CompressionState(Facts):
         bool
             False, and nothing is written, where each is to be asked for by itself.
         """
-        setup, kind = self._setup, type(self.memory).preview
-        setup.leftover.settle(parameters)
-        # a sum of one's own, and a momentum, may be of one parameter
-        simple = kind in (ErrorFeedback.preview, NoMemory.preview) and self.current.scale == 1
-        if not (simple and setup.gradient.allocated) or setup.leftover.found():
+        setup = self._setup
+        # a momentum, and a memory of one's own, may need to know each parameter
+        if type(self.memory).preview not in (ErrorFeedback.preview, NoMemory.preview):
+            return False
+        if not setup.gradient.allocated or self.current.scale != 1:
             return False
         if not gradient.dtype == out.dtype == setup.layout.dtype:
+            return False
+        setup.leftover.settle(parameters)
+        if setup.leftover.found():
             return False
         found = [setup.layout.slots.get(id(parameter)) for parameter in parameters]
         places = [place for place in found if place is not None]

@@ -280,7 +280,7 @@ def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArr
 
 def _name_steps(ax: Axes, steps: Sequence[int], offset: float) -> None:
     """Name at most eight of the steps, which stand side by side, at equal distances."""
-    # not up to the last one at any price: two names a place apart would be one number
+    # the last step may go without: beside its neighbour's, its name would read as one number with it
     shown = range(0, len(steps), -(-len(steps) // 8))
     ax.set_xticks([i + offset for i in shown], [f"{steps[i]}" for i in shown])
 

@@ -247,8 +247,8 @@ def test_what_the_small_gpt_says_at_three_ratios_is_what_the_page_says():
         assert losses.farther(found["bare"], found["topk"]) == (ratio == 0.001)
     text = " ".join((DOCS / "losses.md").read_text(encoding="utf-8").split())
     assert (
-        "In the small GPT `sidco-p` ended where `topk` did at every ratio, and without feedback top-k ended farther "
-        "from dense at 0.001 alone" in text
+        "In the small GPT with AdamW `sidco-p` ended where `topk` did at every ratio, and without feedback top-k "
+        "ended farther from dense at 0.001 alone" in text
     )
 
 

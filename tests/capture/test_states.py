@@ -67,8 +67,8 @@ def test_what_corrects_several_at_once_is_asked_once_and_a_changed_sum_counts():
             return 3 * gradient
 
         def corrected_run(self, parameters, gradient, out):
-            out.copy_(4 * gradient)
-            return len(parameters) == 2
+            known = len(parameters) == 2
+            return known and out.copy_(4 * gradient) is out
 
     class OneChanged(Both):
         def corrected(self, parameter, gradient):
