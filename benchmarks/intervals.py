@@ -575,7 +575,7 @@ def _series() -> Iterator[Case]:
                 outside = (*outside, "kpss_p", "adf_p")
             yield Case("drift", law, n, ask, 500, outside=outside, brief=brief)
     ask = partial(ask_drift, 0.5, 60, 10)
-    yield Case("drift", "10 series of AR(0.5)", 60, ask, 500, brief=60)
+    yield Case("drift", "10 series of AR(0.5)", 60, ask, 500, brief=20)
     for memory in (0.0, 0.9):
         for n in (10, 20, 50, 200, 1000):
             ask = partial(ask_spread, memory, n)
@@ -612,7 +612,7 @@ def _series() -> Iterator[Case]:
 
 def _tests() -> Iterator[Case]:
     for n in (200, 2000, 100_000):
-        brief = 200 * (n == 2000)
+        brief = 100 * (n == 2000)
         for law in (Law("laplace"), Law("norm")):
             yield Case("compare", str(law), n, partial(ask_nested, law, n), EACH[n], brief=brief)
         law = Law("gennorm", (between(),))
@@ -642,7 +642,7 @@ def _peaks() -> Iterator[Case]:
     for law in (Law("laplace"), Law("double_genpareto", (0.2,)), Law("double_genpareto", (0.4,))):
         for n, replications in ((2000, 1000), (20_000, 500), (1_000_000, 200)):
             ask = partial(ask_peaks, law, n, 0.1)
-            brief = 200 * (n == 2000)
+            brief = 100 * (n == 2000)
             heavy = ("mean excess",) if law.tail > 0.25 and n < 100_000 else ()
             yield Case("pot", str(law), n, ask, replications, outside=heavy, brief=brief)
     for law in (

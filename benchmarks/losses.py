@@ -78,7 +78,7 @@ CORE = (DENSE, "topk", "dense-bf16", "dense-fp8")
 OTHERS = ("sidco-p", "topk without feedback", "topk of AdamW's steps", "ef-signsgd", "diloco")
 """Systems that are compared with top-k."""
 BESIDE = 0.01
-"""The ratio of that comparison."""
+"""The ratio of top-k beside systems that have none."""
 PLACES = ("nearer", "same", "farther")
 """Where a system may end beside top-k: nearer to dense, in the same place, or farther from it."""
 UNTUNED = ("dense-bf16", "dense-fp8")
@@ -216,19 +216,24 @@ def farther(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def beside_topk(losses: Sequence[Row]) -> list[Row]:
-    """Return where each of :data:`OTHERS` ended beside top-k at :data:`BESIDE`, by optimizer: trainings by name."""
+    """Return where each of :data:`OTHERS` ended beside top-k, by ratio and optimizer: trainings by name.
+
+    What has no ratio is compared with top-k at :data:`BESIDE`.
+    """
     each = {
         piece: {(system, ratio): above for system, ratio, above, _ in _above(losses, piece)}
         for piece in PIECES
     }
     rows = []
-    for system, optimizer in product(OTHERS, ("sgd", "adamw")):
-        row: Row = {"system": system, "optimizer": optimizer, "above": []}
+    for system, ratio, optimizer in product(OTHERS, RATIOS, ("sgd", "adamw")):
+        fixed = SYSTEMS[system].get("ratio")
+        if fixed and ratio != BESIDE:
+            continue
+        row: Row = {"system": system, "ratio": ratio, "optimizer": optimizer, "above": []}
         row |= {place: [] for place in PLACES}
         for piece, found in each.items():
             training, of = piece.split("/")
-            mine = found.get((system, SYSTEMS[system].get("ratio", BESIDE)))
-            topk = found.get(("topk", BESIDE))
+            mine, topk = found.get((system, fixed or ratio)), found.get(("topk", ratio))
             if of == optimizer and training not in UNJUDGED and mine and topk:
                 row[_place(mine, topk)].append(training)
                 row["above"] += mine
@@ -246,13 +251,14 @@ def _place(one: Sequence[float], other: Sequence[float]) -> str:
 
 def beside_table(rows: Sequence[Row]) -> str:
     """Return what :func:`beside_topk` found as Markdown."""
-    heads = "system | optimizer | trainings: | nearer: | the same: | farther: | above dense, %:"
+    heads = "system | ratio: | optimizer | trainings: | nearer: | the same: | farther: | above dense, %:"
     lines = []
     for row in rows:
         counts = [len(row[place]) for place in PLACES]
         optimizer = {"sgd": "SGD", "adamw": "AdamW"}[row["optimizer"]]
         numbers = map(str, (sum(counts), *counts))
-        lines.append([f"`{row['system']}`", optimizer, *numbers, _cell(row["above"])])
+        ratio = "–" if "ratio" in SYSTEMS[row["system"]] else f"{row['ratio']:g}"
+        lines.append([f"`{row['system']}`", ratio, optimizer, *numbers, _cell(row["above"])])
     return grid(heads, lines)
 
 

@@ -298,24 +298,22 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
     for rank, of_kind, step in keys:
         if of_kind == kind:
             steps_of.setdefault(rank, []).append(step)
+    # a trace knows the zeros, NaN and infinities of every step of every rank
+    recorded = [r for r in info_records(source) if r["kind"] == kind]
+    for r in recorded:
+        _check_finite(source, r.get("nonfinite", 0), r["rank"], r["step"])
     first = next(iter(steps_of))
     found: dict[str, list[float]] = {}
     for step in evenly(sorted(steps_of[first]), _MOST_STEPS):
         sketched = sketch(source.read(first, kind, step).values)
-        if bad := sketched.moments.nonfinite:
-            raise InputError(
-                f"{source.name} has {bad:,} NaN or infinite elements at step {step}: a sum over workers passes them on "
-                "to all, mend that first"
-            )
+        _check_finite(source, sketched.moments.nonfinite, first, step)
         magnitudes = sketched.magnitudes
         for ratio, share in energy_shares(magnitudes, source.numel, _ENERGY).items():
             found.setdefault(f"energy_{ratio:g}", []).append(share)
         found.setdefault("zeros", []).append(1 - magnitudes.count / source.numel)
         found.setdefault("nonzero", []).append(magnitudes.count / source.numel)
     properties = {name: float(np.median(values)) for name, values in found.items()}
-    # a trace knows the zeros of every step of every rank
-    zeros = [r["zeros"] for r in info_records(source) if r["kind"] == kind and "zeros" in r]
-    counted = [(source.numel - count) / source.numel for count in zeros]
+    counted = [(source.numel - r["zeros"]) / source.numel for r in recorded if "zeros" in r]
     properties["nonzero"] = max([*found["nonzero"], *counted])
     common = sorted(set.intersection(*map(set, steps_of.values())))
     if len(steps_of) > 1 and common and not source.sketched(first, kind):
@@ -323,6 +321,14 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         compared = agreement(source, kinds=[kind], steps=evenly(common, _MOST_STEPS))
         properties["cosine"] = compared[-1]["cosine"]
     return kind, properties
+
+
+def _check_finite(source: Source, bad: int, rank: int, step: int) -> None:
+    if bad:
+        raise InputError(
+            f"{source.name} has {bad:,} NaN or infinite elements at step {step}, rank {rank}: a sum over workers passes "
+            "them on to all, mend that first"
+        )
 
 
 def compared_kind(kinds: Sequence[Kind]) -> Kind:

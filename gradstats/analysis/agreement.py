@@ -207,6 +207,9 @@ def _one(vectors: Sequence[Array], ratios: Sequence[float], workers: int) -> lis
     # ‖Σg‖² is the sum of all products
     squares, of_sum = float(np.sum(norms**2)), float(products.sum())
     noise, signal = noise_and_signal(squares, of_sum, n)
+    if not norms.all():
+        # a rank of zeros is no noisy estimate of the mean gradient: its difference from the others says nothing
+        noise = signal = math.nan
     common = {
         "cosine": float(np.mean(cosines)),
         "signs": agree / either if either else math.nan,

@@ -199,8 +199,11 @@ def law_pairs(
         series.setdefault(key, []).append(record)
     found = Records()
     for (trace, rank, kind), rows in series.items():
-        rows.sort(key=lambda r: r["step"])
-        for one, other in list(pairwise(rows)) or [(rows[0], rows[0])]:
+        # of zeros there is no law, nor a threshold to judge one by: two networks that train in turn alternate with them
+        known = sorted((r for r in rows if r["exact"]), key=lambda r: r["step"])
+        # a series of one step has no other to judge by
+        alone = [(r, r) for r in known if len(rows) == 1]
+        for one, other in [*pairwise(known), *alone]:
             for (model, fitted_by, by_layer), thresholds in one["laws"].items():
                 errors = {
                     ratio: _log_ratio(thresholds[ratio], exact)
@@ -276,7 +279,9 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
         errors = np.array([r["tail_error"] for r in rows] + missing)
         labels = {"trace": trace, "kind": kind, "model": model, "method": method}
         labels |= {"by_layer": by_layer, "pairs": errors.size}
-        labels |= {"ratios": list(rows[0]["log_quantile"])}
+        # of sparse gradients not every pair has all
+        judged = {ratio for r in rows for ratio in r["log_quantile"]}
+        labels |= {"ratios": sorted(judged, reverse=True)}
         predictive = all(r["fitted"] != r["judged"] for r in rows)
         numbers = {"tail_error": float(np.median(errors)), "worst": float(errors.max())}
         middle = sorted(rows, key=lambda r: r["chance"])[len(rows) // 2]

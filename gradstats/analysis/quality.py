@@ -31,6 +31,7 @@ from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 
 __all__ = [
     "EMPTY",
+    "INFINITE",
     "by_step",
     "differences",
     "each_record",
@@ -303,7 +304,7 @@ def each_record(
             "seen": played.seen,
             "fresh": played.fresh / k if k else float("nan"),
             "design": best.design(k),
-            "status": _status(played, kept, empty=best.empty),
+            "status": _status(played, kept, best),
         }
 
 
@@ -370,14 +371,18 @@ def _remembers(rule: Estimator) -> bool:
 
 EMPTY = "no element is finite and not zero"
 """Status of a gradient of which no rule can keep anything."""
+INFINITE = "infinite elements were kept beside k finite ones"
+"""Status of a gradient of which a rule keeps more than k, as infinities are above every threshold."""
 _ROUNDING = 1e-9
 """Relative difference of two sums of squares that is one of rounding."""
 
 
-def _status(played: _Played, kept: int, *, empty: bool) -> str:
+def _status(played: _Played, kept: int, best: _BestK) -> str:
     """Return what there is to say of a count beside its number, or ``ok``."""
-    if empty:
+    if best.empty:
         return EMPTY
+    if best.infinite and kept > played.estimate.k:
+        return INFINITE
     if kept < played.estimate.k and played.estimate.threshold == 0:
         return "all non-zero elements were kept: there are fewer than asked for"
     if "beyond" in played.estimate.details:
@@ -394,6 +399,7 @@ class _BestK:
         # the sum of logarithms is not needed
         found = moments(values, log=False)
         self._total, self.empty = found.sum_squares, not found.count
+        self.infinite = found.nonfinite > 0
         self._kept: dict[int, float] = {}
         self._design: dict[int, float] = {}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from gradstats.analysis.quality import EMPTY, by_step, log_quality, noise_floor, telling
 from gradstats.statistics.resampling import FEWEST_IN_SERIES, mean_interval
@@ -37,7 +39,8 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
     -------
     Records
         One record per trace, kind, layer and estimator: n (gradients judged); by ratio, mean (the geometric mean of
-        k̂/k), low and high (its 95 % interval, see Notes) and nothing (gradients of which no element was kept);
+        k̂/k over all ranks, or of a rank that misses k while all together do not), low and high (its 95 % interval, see
+        Notes) and nothing (gradients of which no element was kept); ranks, by ratio such a rank;
         interval, whether these are intervals, and no widened ranges, at every ratio; empty, the gradients of which no
         element can be kept, which are left out; far, the largest |ln mean| over the ratios, infinite where nothing was
         kept; hits, whether the interval is within :data:`TOLERANCE` of 1 at every ratio: True, False where it lies
@@ -64,7 +67,7 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
 
 def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the verdict on one rule."""
-    mean, low, high, nothing = {}, {}, {}, {}
+    mean, low, high, nothing, alone = {}, {}, {}, {}, {}
     n, hits, interval = 0, [], True
     first = next(iter(ratios.values()))  # the same gradients at every ratio
     empty = sum(r.get("status") == EMPTY for r in first)
@@ -74,15 +77,17 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
         if not judged:
             continue
         n = max(n, len(judged))
-        mean[ratio], low[ratio], high[ratio], known = _interval(judged)
+        over = _interval(judged)
+        if not (outside := _outside(over)) and (missed := _rank_that_misses(judged)):
+            alone[ratio], over, outside = *missed, True
+        mean[ratio], low[ratio], high[ratio], known = over
         interval &= known
         nothing[ratio] = sum(r["selected"] == 0 for r in judged)
         within = low[ratio] >= 1 / TOLERANCE and high[ratio] <= TOLERANCE
-        outside = high[ratio] < 1 / TOLERANCE or low[ratio] > TOLERANCE
         # a mean near k is no hit where one gradient was sent empty
         hits.append(True if within and not nothing[ratio] else False if outside else None)
     numbers = {"n": n, "mean": mean, "low": low, "high": high, "interval": interval}
-    numbers |= {"nothing": nothing, "empty": empty}
+    numbers |= {"nothing": nothing, "ranks": alone, "empty": empty}
     if not mean:
         reason = f"fewer than {_FEWEST_ELEMENTS} elements asked for"
         if empty == len(first):
@@ -97,7 +102,31 @@ def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     return numbers | {"far": far, "hits": verdict, "reason": ""}
 
 
-def _interval(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float, bool]:
+_Over: TypeAlias = tuple[float, float, float, bool]
+"""A geometric mean of k̂/k with its 95 % interval, or with a range, and whether it is an interval."""
+
+
+def _outside(over: _Over) -> bool:
+    _, low, high, _ = over
+    return high < 1 / TOLERANCE or low > TOLERANCE
+
+
+def _rank_that_misses(rows: Sequence[dict[str, Any]]) -> tuple[int, _Over] | None:
+    """Return the rank whose own mean is surely outside the tolerance and farthest off, which a mean over ranks hides."""
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    for r in rows:
+        ranks.setdefault(r["rank"], []).append(r)
+    if len(ranks) < 2:
+        return None
+    logs = {rank: float(np.mean([*map(log_quality, own)])) for rank, own in ranks.items()}
+    # of hundreds of ranks few need an interval
+    far = [rank for rank, log in logs.items() if abs(log) > math.log(TOLERANCE)]
+    found = {rank: over for rank in far if _outside(over := _interval(ranks[rank]))}
+    worst = max(found, key=lambda rank: abs(logs[rank]), default=None)
+    return None if worst is None else (worst, found[worst])
+
+
+def _interval(rows: Sequence[dict[str, Any]]) -> _Over:
     """Return the geometric mean of k̂/k with its 95 % interval, or with a range, and whether it is an interval."""
     logs = by_step([r | {"log": log_quality(r)} for r in rows], "log")
     mean = float(logs.mean())

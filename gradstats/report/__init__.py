@@ -154,8 +154,22 @@ def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
         f'<a href="#made">how this page was made</a>. '
         f"Any step, layer, law and ratio: <code>{escape(around)}</code></nav>"
         f"<div class=scroll><table class=verdicts><thead><tr><td></td>{heads}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>{_READING}"
+        f"<tbody>{''.join(rows)}</tbody></table></div>{''.join(map(_looked_at, measured))}{_READING}"
     )
+
+
+def _looked_at(m: Measured) -> str:
+    """Return which of a trace's ranks and steps the answers are of, where it has more."""
+    ranks = {r["rank"] for r in m.ledger}
+    of = []
+    if len(ranks) > 1:
+        of.append(
+            f"the data and the estimates of k are judged on all {len(ranks)} ranks, what else is said of a gradient is "
+            f"of rank {m.rank}"
+        )
+    if m.captured > len(m.steps):
+        of.append(f"{len(m.steps)} of {m.captured} steps are looked at")
+    return f"<p class=note>{escape(m.source.name)}: {escape('; '.join(of))}.</p>" if of else ""
 
 
 def _worth(name: str, verdict: Verdict) -> str:
@@ -198,6 +212,7 @@ def _provenance(measured: Sequence[Measured]) -> str:
         '<h2 id="made">How this page was made</h2>'
         f"<p><code>{escape(shlex.join([name, *sys.argv[1:]]))}</code></p>"
         f"<p>{escape(versions)}, Python {platform.python_version()}. At most {MOST_STEPS} steps of a "
-        "trace, evenly; fits and figures at the first, middle and last of them, of the first rank.</p>"
+        "trace, evenly; fits and figures at the first, middle and last of them that are not all zero, of the first "
+        "rank that is not.</p>"
         + table(rows, columns | {"seed": "seed of the training"}, "Sources")
     )

@@ -59,10 +59,13 @@ class Measured:
         Source of the gradients.
     steps : list of int
         Steps looked at, ascending.
+    captured : int
+        Number of steps of the rank whose gradients the figures show.
     shown : list of int
         First, middle and last of the steps, which have figures and fits.
     rank : int
-        Rank whose gradients the figures show; thresholds and the ledger have all ranks.
+        Rank whose gradients the figures show, the first that is not all zero; thresholds and the ledger have all
+        ranks.
     ledger : list of dict
         Oddities of the data by rank and kind (:func:`_ledger`).
     decay : list of dict
@@ -97,6 +100,7 @@ class Measured:
 
     source: Source
     steps: list[int]
+    captured: int
     shown: list[int]
     rank: int
     ledger: list[dict[str, Any]]
@@ -138,13 +142,15 @@ def measure(source: Source, advance: Callable[[], None], client: Any = None) -> 
     Measured
         Records of all tables.
     """
-    # steps of the first rank, the one that figures show
-    rank = source.select()[0][0]
-    steps = evenly(sorted({step for _, _, step in source.select(ranks=[rank])}), MOST_STEPS)
+    first = source.select()[0][0]
+    recorded = info_records(source)
+    rank, telling = _shown(recorded, first)
+    captured = sorted({step for _, _, step in source.select(ranks=[rank])})
+    steps = evenly(captured, MOST_STEPS)
     keys = source.select(ranks=[rank], steps=steps)
-    shown = evenly(steps, 3)
+    shown = evenly([step for step in steps if step in telling] or steps, 3)
     here: dict[str, Any] = {"steps": shown, "ranks": [rank], "client": client}
-    ledger = _ledger(source, steps, client)
+    ledger = _ledger(source, recorded, steps, client)
     advance()
     decay = compressibility_records([source], **here | {"steps": steps})
     before, last = here | {"steps": shown[:-1]}, here | {"steps": shown[-1:]}
@@ -177,6 +183,7 @@ def measure(source: Source, advance: Callable[[], None], client: Any = None) -> 
     return Measured(
         source,
         steps,
+        len(captured),
         shown,
         rank,
         ledger,
@@ -195,6 +202,17 @@ def measure(source: Source, advance: Callable[[], None], client: Any = None) -> 
         {key[1:]: s for key, s in sketches_of(source, keys, client).items()},
         _energy(source, rank, shown, client),
     )
+
+
+def _shown(recorded: Sequence[dict[str, Any]], first: int) -> tuple[int, set[int]]:
+    """Return the rank that figures show, the first that has a finite element other than zero, and its steps with any."""
+    telling: dict[int, set[int]] = {}
+    for r in recorded:
+        # what knows no zeros is taken to have none
+        if r.get("zeros", 0) + r.get("nonfinite", 0) < r["numel"]:
+            telling.setdefault(r["rank"], set()).add(r["step"])
+    rank = first if first in telling else next(iter(telling), first)
+    return rank, telling.get(rank, set())
 
 
 def _energy(source: Source, rank: int, steps: Sequence[int], client: Any) -> list[dict[str, Any]]:
@@ -233,7 +251,9 @@ def _run(
     return describe(source), known, live
 
 
-def _ledger(source: Source, steps: Sequence[int], client: Any) -> list[dict[str, Any]]:
+def _ledger(
+    source: Source, records: Sequence[dict[str, Any]], steps: Sequence[int], client: Any
+) -> list[dict[str, Any]]:
     """Return what is odd about the data: one record per rank and kind, about the worst step of those looked at.
 
     zeros, nonfinite: most elements in one step; tied: largest share of the non-zero elements whose magnitude another
@@ -241,7 +261,7 @@ def _ledger(source: Source, steps: Sequence[int], client: Any) -> list[dict[str,
     three are None where only sketches are kept); constant: names of layers whose elements are all equal at any step, or
     all zero where only sketches are kept.
     """
-    recorded = {(r["rank"], r["kind"], r["step"]): r for r in info_records(source)}
+    recorded = {(r["rank"], r["kind"], r["step"]): r for r in records}
     every: dict[tuple[int, Kind], list[int]] = {}
     for rank, kind, step in recorded:
         every.setdefault((rank, kind), []).append(step)

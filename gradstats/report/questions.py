@@ -17,6 +17,7 @@ from gradstats.analysis.verdicts import (
     compressor_did,
     counting_rules,
     decay_shown,
+    largest_tie,
     scale_moves,
     should_compress,
     sound_elements,
@@ -29,6 +30,7 @@ from gradstats.analysis.verdicts import (
 from gradstats.primitives.ratio import target_count
 from gradstats.report.measured import Measured
 from gradstats.statistics.compressibility import control
+from gradstats.statistics.pot import FEWEST
 from gradstats.trace import Kind
 from gradstats.trace.remote import asked_for
 from gradstats.trace.sources import Source, TraceSource
@@ -138,13 +140,17 @@ def _spread(measured: Measured, kind: Kind) -> Verdict:
 
 def _tail(measured: Measured, kind: Kind) -> Verdict:
     # ratios are of all elements, the tenth is of those that are not zero: alike where few are zero
+    ledger = _of(measured.ledger, kind)
+    # zeros are left out of tails, as of the ledger's ties
+    some = measured.source.numel - max(r["zeros"] for r in ledger)
     by_step = ((step, _designs(measured, kind, step)) for step in measured.shown)
     return tail_weight(
         _of(measured.tails, kind),
         _of(measured.peaks, kind),
-        spike=spiky(_of(measured.ledger, kind)),
+        spike=spiky(ledger),
         layers=len(measured.source.layers),
         designs={step: found[_TENTH] for step, found in by_step if _TENTH in found},
+        tied=largest_tie(ledger) >= max(FEWEST, _TENTH * some),
     )
 
 

@@ -291,6 +291,23 @@ def test_odd_gradients_have_a_defined_answer():
         assert gradstats.advise(values, optimizer="SGD").records
 
 
+@pytest.mark.parametrize(("rank", "step"), [(1, 3), (0, 6)])
+def test_what_is_not_finite_is_found_on_every_rank_and_step(tmp_path, rank, step):
+    """Advice looks at five steps of the first rank, and a trace knows of all."""
+    create_trace(tmp_path / "run.zarr", LAYERS, world_size=2)
+    rng = np.random.default_rng(0)
+    for each in (0, 1):
+        writer = TraceWriter(tmp_path / "run.zarr", each)
+        for at in range(9):
+            values = rng.laplace(size=sum(la.numel for la in LAYERS)).astype(np.float32)
+            values[:5] *= np.inf if (each, at) == (rank, step) else 1
+            writer.append(at, {"gradient": values})
+        writer.close()
+    said = f"5 NaN or infinite elements at step {step}, rank {rank}: "
+    with pytest.raises(InputError, match=said):
+        gradstats.advise(tmp_path / "run.zarr")
+
+
 def test_the_evidence_in_the_package_is_sound():
     found = advise.evidence()
     assert found["held_out"]["within"] <= found["held_out"]["of"] <= len(found["trainings"])

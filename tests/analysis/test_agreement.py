@@ -213,6 +213,24 @@ def test_steps_without_a_gradient_are_left_out_and_counted(tmp_path, value):
     assert batch_sentence(over) == f"{batch_sentence(others)}. Left out: one step of zeros or NaN"
 
 
+def test_a_rank_of_zeros_makes_no_larger_batch_pay(tmp_path):
+    """It is no noisy estimate of the mean gradient; left in, it more than doubles the noise scale."""
+
+    def but_one(step, rank):
+        return gradient(step, rank) if rank != 1 else np.zeros(NUMEL, np.float32)
+
+    path = write(tmp_path / "run.zarr", 3, 24, but_one, batch_size=1)
+    over = gradstats.agreement(path, kinds=["gradient"])[-1]
+    assert (over["without"], over["reason"]) == (24, "a rank's gradient is zero, or not finite")
+    assert batch_sentence(over).startswith(
+        "whether a larger batch than 3 samples would pay is not known: a rank's gradient is zero"
+    )
+    sound = gradstats.agreement(path, kinds=["gradient"], ranks=[0, 2])[-1]
+    assert sound["low"] < 4 < sound["high"]  # the noise of a rank is 4, the signal 1
+    anything = sound | {"low": 0.0, "high": math.inf}
+    assert batch_sentence(anything).endswith("is not known: the noise scale may be anything")
+
+
 def test_intervals_hold_only_what_can_be(tmp_path):
     """An overlap that is rarely above zero has no interval that begins below it."""
 

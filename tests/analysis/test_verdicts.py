@@ -8,12 +8,13 @@ import pytest
 
 import gradstats
 from gradstats.analysis.closest import closest_laws, evenly, law_pairs
-from gradstats.analysis.quality import series_of
+from gradstats.analysis.quality import INFINITE, series_of
 from gradstats.analysis.rules import TOLERANCE, judged_rules
 from gradstats.analysis.verdicts import (
     closest_law,
     counting_rules,
     left_out,
+    scale_moves,
     tail_tests,
     tail_weight,
     which_rule,
@@ -346,6 +347,77 @@ def test_the_worst_ratio_decides():
     unsure = judged_rules(played("a", np.random.default_rng(0).normal(0.2, 0.5, 20)))
     assert which_rule(unsure).headline.startswith("Not decided; the nearest, a, ")
     assert f"within a factor of {TOLERANCE:g} of 1" in which_rule(unsure).numbers
+
+
+def test_a_rank_that_misses_k_is_not_hidden_by_the_others():
+    good = [played("a", [0.0] * 20) for _ in range(3)]
+    bad = played("a", [-0.5] * 20)
+    series = [r | {"rank": rank} for rank, rows in enumerate([*good, bad]) for r in rows]
+    (judged,) = judged_rules(series)
+    # the mean over ranks, exp(−⅛), is within the tolerance
+    assert (judged["hits"], judged["ranks"]) == (False, {0.01: 3})
+    assert judged["mean"][0.01] == pytest.approx(math.exp(-0.5))
+    said = which_rule([judged])
+    assert said.headline == "None; the nearest, a, has k̂/k = 0.61"
+    assert "Named is the rank that misses k, rank 3 at 0.01: " in said.numbers
+    (judged,) = judged_rules([r for r in series if r["rank"] < 3])
+    assert (judged["hits"], judged["ranks"]) == (True, {})
+    assert "Named is the rank" not in which_rule([judged]).numbers
+
+
+def test_infinities_are_not_called_ties():
+    """They lie above every threshold, and are kept beside the k that are asked for."""
+    values = np.random.default_rng(0).laplace(size=4000).astype(np.float32)
+    for some, said in ((np.inf, "Rules that count elements keep"), (None, "magnitudes are tied")):
+        odd = values.copy()
+        if some:
+            odd[:5] = some
+        else:
+            odd = np.round(odd)
+        series = series_of(open_source(odd), Subset(), (0.01,), ("exact",))
+        assert (series[0]["selected"] > series[0]["k"]) is True
+        assert (series[0]["status"] == INFINITE) == (some is not None)
+        assert ("magnitudes are tied" in counting_rules(series)) == (some is None), said
+
+
+def test_a_law_that_is_near_is_told_from_those_that_are_refused():
+    """However little the smallest ratio says: of layers of different scale, the others are many times off."""
+    usual = {"method": "closed", "k": 40, "chance": 0.33, "pairs": 9, "ratios": [0.1, 0.001]}
+    usual |= {"predictive": True, "off_ratio": 0.1, "off": 1.4, "off_fitted": 0, "off_judged": 1}
+    near = usual | {"model": "laplace", "by_layer": True, "tail_error": 0.04, "worst": 0.07}
+    far = usual | {"model": "laplace", "by_layer": False, "tail_error": 1.4, "worst": 1.5}
+    assert closest_law([near, far]).headline.startswith("Laplace, one a layer: thresholds within ")
+    some = far | {"tail_error": 0.2, "worst": 0.3}
+    assert closest_law([near, some]).headline == "Too few elements to tell laws apart"
+    none = near | {"tail_error": 0.2, "worst": 0.3}
+    assert closest_law([none, far]).headline == "Too few elements to tell laws apart"
+
+
+def scale(means, **record):
+    usual = {"quantity": "mean", "n": len(means), "without": 0, "relative": True}
+    usual |= dict.fromkeys(("total_change", "total_change_low", "total_change_high"), math.nan)
+    usual |= dict.fromkeys(("slope", "slope_low", "slope_high"), math.nan)
+    usual |= {"low": min(means), "high": max(means)}
+    return scale_moves(usual | record, [*range(len(means))], means, len(means))
+
+
+def test_a_scale_that_goes_up_and_down_is_no_factor():
+    assert scale([4.0, 2.0, 1.0]).headline == "Mean magnitude × 0.25"
+    assert scale([100.0, 1.0, 100.0, 1.0]).headline == "Mean magnitude between 1 and 100"
+    assert "between 1 and 100." in scale([100.0, 1.0, 100.0, 1.0]).numbers
+    assert scale([1.0, 1.05, 1.02]).headline == "Mean magnitude × 1"
+    same = scale([0.5] * 25)
+    assert same.headline == "Mean magnitude is 0.500, the same at all 25 steps"
+    assert "have no power" not in same.numbers
+
+
+def test_a_slope_is_not_said_of_steps_that_there_are_not():
+    known = {"slope": 2.0, "slope_low": 1.0, "slope_high": 3.0, "total_change": 1.8}
+    known |= {"total_change_low": 1.4, "total_change_high": 2.2}
+    assert "Per 100 steps" not in scale([*np.linspace(1, 2, 100)], **known).numbers
+    said = scale([*np.linspace(1, 2, 101)], **known)
+    assert said.numbers.endswith("Per 100 steps +200.0 % (+100.0 to +300.0).")
+    assert said.headline.startswith("Mean magnitude × 1.8")
 
 
 def test_a_rule_is_not_undecided_and_far_off_at_once():

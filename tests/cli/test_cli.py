@@ -311,7 +311,7 @@ def test_odd_gradients_have_the_numbers_that_numpy_has(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "sound"),
     [
-        ("infinite", "200 elements NaN or infinite in one step (100.00 %)"),
+        ("infinite", "200 elements NaN or infinite in the worst step (100.00 %)"),
         ("two", "Yes"),
         ("largest", "Yes"),
         ("smallest", "200 elements of one magnitude"),

@@ -19,13 +19,14 @@ from support.traces import LAYERS, write_shards
 import gradstats
 from gradstats import report
 from gradstats.analysis.closest import evenly, law_pairs
+from gradstats.analysis.info import info_records
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
 from gradstats.report import measured, sections, write_report
 from gradstats.report.questions import QUESTIONS, SHOULD
 from gradstats.statistics.compressibility import Ruling, control
 from gradstats.statistics.laws import LAWS
-from gradstats.trace import create_trace
+from gradstats.trace import TraceWriter, create_trace
 from gradstats.trace.sources import ArraySource, open_source, open_sources
 
 
@@ -218,7 +219,9 @@ def test_of_many_dumps_those_looked_at_count_and_a_step_of_zeros_decides_nothing
     # a rank that has none of the steps of the first
     np.save(tmp_path / "grad_step30_rank1.npy", np.r_[many[1][:1999], 0])
     (source,) = open_sources(tmp_path)
-    first, second = measured._ledger(source, evenly(range(25), 20), None)
+    first, second = measured._ledger(
+        source, info_records(source), evenly(range(25), 20), None
+    )
     assert [first[n] for n in ("steps", "zeros", "nonfinite")] == [25, 2000, 9]
     assert [second[n] for n in ("steps", "zeros", "nonfinite")] == [1, 1, 0]
     for path in tmp_path.glob("*.npy"):
@@ -292,8 +295,8 @@ def test_bad_data_is_said_first(tmp_path):
     page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
     assert page.rows[0][1] == "<bad> & sons, gradient"
     said = page.answer("Is the data sound?")
-    assert "7 elements NaN or infinite in one step" in said
-    assert "500 elements zero in one step" in said  # 14 %
+    assert "7 elements NaN or infinite in the worst step" in said
+    assert "500 elements zero in the worst step" in said  # 14 %
     assert "50 elements of one magnitude" in said
     assert "1 constant layer" in said
     assert "Not judged" not in page.answer("Which estimate hits k?").split(".")[0]
@@ -462,3 +465,25 @@ def test_the_figure_of_the_fits_has_what_is_fitted_by_default(monkeypatch):
     x = np.random.default_rng(0).laplace(size=500)
     sections._fits("x", SimpleNamespace(values=x, kind="gradient", step=0), sketch(x))
     assert [f.model for f in drawn] == ["laplace", "dgamma", "double_genpareto", "mine"]
+
+
+def test_a_rank_of_zeros_speaks_for_no_other(tmp_path):
+    """Answers that are of one rank are of the first that has any element, and the page says which."""
+    path, rng = tmp_path / "run.zarr", np.random.default_rng(0)
+    create_trace(path, LAYERS, world_size=3)
+    numel = sum(layer.numel for layer in LAYERS)
+    for rank in range(3):
+        writer = TraceWriter(path, rank)
+        for step in range(24):
+            values = rng.laplace(size=numel) * (rank > 0) * (step < 23)
+            writer.append(step, {"gradient": values.astype(np.float32)})
+        writer.close()
+    answers = {row["question"]: row for row in write_report(path, tmp_path / "r.html")}
+    assert "No step has" not in answers["Does it move?"]["numbers"]
+    assert not answers["Does it move?"]["answer"].startswith("Nothing to follow")
+    text = " ".join((tmp_path / "r.html").read_text(encoding="utf-8").split())
+    assert "judged on all 3 ranks, what else is said of a gradient is of rank 1" in text
+    assert "20 of 24 steps are looked at" in text
+    # the last step is of zeros: laws are fitted to the last that is not
+    rank, telling = measured._shown(info_records(open_source(path)), 0)
+    assert (rank, telling) == (1, {*range(23)})

@@ -11,6 +11,7 @@ from gradstats.analysis.verdicts.decay import decay_shown
 from gradstats.analysis.verdicts.drift import movement, scale_moves
 from gradstats.analysis.verdicts.gradient import (
     compressor_did,
+    largest_tie,
     sound_elements,
     spiky,
     tail_weight,
@@ -34,6 +35,7 @@ __all__ = [
     "counting_rules",
     "decay_shown",
     "first_difference",
+    "largest_tie",
     "left_out",
     "local_advice",
     "movement",

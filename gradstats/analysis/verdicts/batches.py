@@ -38,6 +38,8 @@ def _told(record: Mapping[str, Any]) -> str:
     # NaN is no interval; infinite is one without an upper end
     if math.isnan(low):
         return f"whether a larger batch than {batch:,} {unit} would pay is not known: {record['reason']}"
+    if low <= 0 and math.isinf(high):
+        return f"whether a larger batch than {batch:,} {unit} would pay is not known: the noise scale may be anything"
     ends = f"{format_value(low)} to {format_value(high)} {unit}"
     if batch < low:
         return (

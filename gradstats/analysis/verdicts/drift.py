@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from gradstats.analysis.drift import FEWEST_STEPS
@@ -11,6 +12,9 @@ from gradstats.analysis.verdicts.verdict import Verdict
 from gradstats.tables import format_uncertain, format_value
 
 __all__ = ["movement", "scale_moves"]
+
+_STEADY = 1.1
+"""Quotient of the largest and the smallest mean of a few steps up to which they hardly move."""
 
 
 def movement(record: Mapping[str, Any]) -> str:
@@ -49,7 +53,7 @@ def _moved(record: Mapping[str, Any]) -> str:
     sign = "× " if record["relative"] else ""
     size = f"{sign}{format_value(change)}"
     if math.isnan(low):
-        return f"{name}: no trend is told; what the line ({size}) leaves wanders like a random walk, or nearly"
+        return f"{name}: no trend is told; what the line ({size}) leaves may wander like a random walk"
     text = f"{sign}{format_uncertain(change, low, high)} from the first step to the last, fitted"
     # no change is a factor of 1, or a difference of 0
     none = float(record["relative"])
@@ -78,18 +82,27 @@ def scale_moves(
         return Verdict("Nothing to follow", "No step has a finite non-zero element.")
     if len(means) < 2:
         return Verdict("Nothing to follow", "Only one step has a finite non-zero element.")
-    headline = (
-        f"Mean magnitude × {means[-1] / means[0]:.2g}"  # of few steps there is no more to say
-    )
-    numbers = f"Step {steps[0]} to {steps[-1]}, between {min(means):.2g} and {max(means):.2g}. "
-    slope = record["slope"]
-    if math.isnan(slope):
-        numbers += f"Trend tests take {FEWEST_STEPS} steps; {len(means)} have no power."
-    else:
+    numbers = f"Step {steps[0]} to {steps[-1]}, between {_two(min(means))} and {_two(max(means))}."
+    slope, many = record["slope"], len(means)
+    if many >= FEWEST_STEPS:
         headline = _moved(record).replace("mean", "Mean magnitude", 1)
+    else:
+        # of few steps there is no more to say; where they go up and down the last over the first says nothing
+        headline = f"Mean magnitude × {_two(means[-1] / means[0])}"
+        ways = {later > earlier for earlier, later in pairwise(means) if later != earlier}
+        if len(ways) > 1 and max(means) > _STEADY * min(means):
+            headline = f"Mean magnitude between {_two(min(means))} and {_two(max(means))}"
+        numbers += f" Trend tests take {FEWEST_STEPS} steps; {many} have no power."
+    # of a shorter run that would be said of steps that there are not
+    if not math.isnan(slope) and steps[-1] - steps[0] >= 100:
         low, high = record["slope_low"], record["slope_high"]
         interval = f"{100 * low:+.1f} to {100 * high:+.1f}"
         if math.isnan(low):
-            interval = "no interval: what is left wanders like a random walk"
-        numbers += f"Per 100 steps {100 * slope:+.1f} % ({interval})."
+            interval = "no interval: what is left may wander like a random walk"
+        numbers += f" Per 100 steps {100 * slope:+.1f} % ({interval})."
     return Verdict(headline, numbers)
+
+
+def _two(value: float) -> str:
+    """Return a number with two digits, and no power of ten where it is short without."""
+    return f"{value:.2g}" if not 99.5 <= value < 1e4 else f"{value:,.0f}"

@@ -12,7 +12,7 @@ from gradstats.analysis.verdicts.verdict import Verdict, signed
 from gradstats.statistics.pot import FEWEST
 from gradstats.statistics.tails import widened_interval
 
-__all__ = ["compressor_did", "sound_elements", "spiky", "tail_weight", "uneven"]
+__all__ = ["compressor_did", "largest_tie", "sound_elements", "spiky", "tail_weight", "uneven"]
 
 _SOUND = 0.01
 """Share of zeros from which on the first screen warns."""
@@ -72,6 +72,17 @@ def spiky(ledger: Sequence[Mapping[str, Any]]) -> bool:
     return any((r["gap"] or 0) >= _SPIKE for r in ledger)
 
 
+def largest_tie(ledger: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many elements of one magnitude there are at most in a step.
+
+    Parameters
+    ----------
+    ledger : sequence of dict
+        Oddities of one kind, a record for each rank.
+    """
+    return max((r["largest_tie"] or 0 for r in ledger), default=0)
+
+
 def sound_elements(
     ledger: Sequence[Mapping[str, Any]], numel: int, layers: int, absent: Sequence[int], world: int
 ) -> Verdict:
@@ -80,8 +91,8 @@ def sound_elements(
     Parameters
     ----------
     ledger : sequence of dict
-        Oddities of one kind, a record for each rank: zeros and nonfinite (of the worst step), largest_tie, constant
-        (names of layers), gap (quotient of the two largest magnitudes), steps (their number).
+        Oddities of one kind, a record for each rank: zeros and nonfinite (of the worst step), nonfinite_steps,
+        largest_tie, constant (names of layers), gap (quotient of the two largest magnitudes), steps (their number).
     numel : int
         Elements of the gradient.
     layers : int
@@ -97,10 +108,13 @@ def sound_elements(
     for name, text, bad in (("nonfinite", "NaN or infinite", 0.0), ("zeros", "zero", _SOUND)):
         most = max(r[name] for r in ledger)
         if most:
-            said = f"{most:,} elements {text} in one step ({_percent(most / numel, 2)})"
+            # of the worst step
+            said = f"{_many(most, 'element')} {text} in the worst step ({_percent(most / numel, 2)})"
+            if name == "nonfinite":
+                said += f", some in {_many(sum(r['nonfinite_steps'] for r in ledger), 'gradient')}"
             (found if most >= bad * numel else harmless).append(said)
     # two elements of one magnitude are usual: float32 alone ties some
-    tie = max((r["largest_tie"] or 0 for r in ledger), default=0)
+    tie = largest_tie(ledger)
     if tie > max(1, _TIED * numel):
         found.append(f"{tie:,} elements of one magnitude: no threshold lies between them")
     constant = {name for r in ledger for name in r["constant"]}
@@ -154,6 +168,7 @@ def tail_weight(
     spike: bool,
     layers: int,
     designs: Mapping[int, float],
+    tied: bool = False,
 ) -> Verdict:
     """Say how heavy the tail is, and whether the layers' scales make it so.
 
@@ -170,9 +185,17 @@ def tail_weight(
         Number of layers.
     designs : mapping of int to float
         Design effect of the top tenth by step, where it is known.
+    tied : bool
+        Whether a tenth of the elements or more have one magnitude.
     """
     every = [r for r in tails if r["layer"] == "pooled"]
     pooled = [r for r in every if math.isfinite(r["c"])]
+    # a likelihood of ties has no shape; where they begin below the largest tenth it may still have one
+    if tied and (not pooled or pooled[-1]["n"] < FEWEST):
+        return Verdict(
+            "Cannot be told: magnitudes are tied",
+            "A tenth of the elements or more have one magnitude: what lies beyond a threshold has no law to fit.",
+        )
     if not pooled and every and every[-1]["n"] >= FEWEST:
         # of so many elements no other tail is without an estimate
         return Verdict(

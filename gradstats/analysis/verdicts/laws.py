@@ -38,15 +38,17 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
         numbers = "It takes a ratio that asks for ten elements or more, and for no more than are not zero."
         return Verdict("No law can be judged", numbers)
     chance = best["chance"]
-    # what is farther off than chance is refused, however few the elements are
-    if chance > _POWERLESS and fitting:
+    # laws without a fit in most pairs have an infinite error
+    known = [r for r in laws if math.isfinite(r["tail_error"])]
+    # what is farther off than chance is refused, however few the elements are; a law that is near all the same, where
+    # others are refused, is told apart from them
+    told = best["tail_error"] <= FITS and len(fitting) < len(known)
+    if chance > _POWERLESS and fitting and not told:
         numbers = (
             f"Chance alone moves the exact threshold of {best['k']:,} elements by {percent(chance)}: only "
             "laws that are farther off can be refused."
         )
         return Verdict("Too few elements to tell laws apart", numbers)
-    # laws without a fit in most pairs have an infinite error
-    known = [r for r in laws if math.isfinite(r["tail_error"])]
     off = f"{percent(best['tail_error'])}"
     if best["pairs"] > 1:
         off += f" (worst {percent(best['worst'])})"

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradstats.analysis.quality import EMPTY
+from gradstats.analysis.quality import EMPTY, INFINITE
 from gradstats.analysis.rules import COUNTING, TOLERANCE
-from gradstats.analysis.verdicts.verdict import FAR, Verdict, listed, percent
+from gradstats.analysis.verdicts.verdict import FAR, Verdict, joined, listed, percent
 
 __all__ = ["counting_rules", "left_out", "which_rule"]
 
@@ -65,6 +65,9 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
     if best["empty"]:
         some = "one gradient" if best["empty"] == 1 else f"{best['empty']} gradients"
         numbers += f" Left out: {some} of which {EMPTY}."
+    if best["ranks"]:
+        missed = [f"rank {rank} at {ratio:g}" for ratio, rank in best["ranks"].items()]
+        numbers += f" Named is the rank that misses k, {joined(missed)}: the others' mean hides it."
     if len(hitting) > 1:
         numbers += f" These hit k, too: {', '.join(r['estimator'] for r in hitting[1:])}."
     if best in unsure:
@@ -97,6 +100,8 @@ def counting_rules(series: Sequence[Mapping[str, Any]]) -> str:
     """
     # ln 0 is not defined: records that kept nothing are said elsewhere
     rows = [r for r in series if r["estimator"] in COUNTING and r["k"] >= 1 and r["selected"]]
+    # not the rule's doing
+    rows = [r for r in rows if r.get("status") != INFINITE]
     short: list[Mapping[str, Any]] = []
     rest: list[Mapping[str, Any]] = []
     for r in rows:

@@ -85,8 +85,7 @@ def should_compress(
         if setting.startswith("dense-"):
             headline += f"; if the network is slow, try {setting}"
         costs = (
-            f"{holding}, those of a normal vector {_percent(even[most])} at {most:g}: to choose the largest is hardly "
-            "better than to choose at random, which every training that was measured lost by."
+            f"{holding}, no more than those of a normal vector, {_percent(even[most])} at {most:g}: none stand out."
         )
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
     costs = " ".join(tried.numbers.partition("Next:")[0].split())
