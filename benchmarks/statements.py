@@ -502,7 +502,9 @@ def statements() -> Iterator[Statement]:
             yield Statement("compare, causes", law, n, ask, 60, 10 * (n == 5000))
     for steps in (4, 24, 50):
         ask = partial(ask_clipping, steps)
-        yield Statement("compare, clipping", "norms vary by 30 %", steps, ask, 100, 30 * (steps == 24))
+        yield Statement(
+            "compare, clipping", "norms vary by 30 %", steps, ask, 100, 30 * (steps == 24)
+        )
     for ranks in (3, 8):
         ask = partial(ask_ranks, ranks)
         yield Statement("compare, ranks", "half common", ranks, ask, 100, 20)

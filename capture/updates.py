@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from capture.copies import Copies, Values
 from gradstats.errors import InputError
@@ -128,6 +129,9 @@ class Updates:
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(_Weak(before)))
             self._handles.append(optimizer.register_step_post_hook(_Weak(after)))
+        # of every optimizer of the process: one that took the place of those given
+        others = _Weak(weakref.WeakMethod(self._seen))
+        self._handles.append(register_optimizer_step_post_hook(others))
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -172,7 +176,7 @@ class Updates:
         """Write what no step has changed: updates of zero, and the parameters as they are."""
         arrays = self._arrays
         if arrays is not None:
-            held, lost = self._held(), []
+            held, lost = self._held() - self._state.elsewhere, []
             for name, parameter in zip(*self._layers, strict=True):
                 if id(parameter) in self._state.settled:
                     continue
@@ -193,7 +197,7 @@ class Updates:
                 self._warns(
                     "held",
                     f"the updates of {', '.join(lost[:5])}{' and more' if lost[5:] else ''} are NaN in the trace: no "
-                    "optimizer that the Capture was given holds them",
+                    "optimizer that the Capture was given holds them, or another one stepped in its place",
                 )
         self.clear()
 
@@ -256,6 +260,11 @@ class Updates:
             # of the new state: submits() has ended the one above
             self._state.done = True
 
+    def _seen(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note what an optimizer that the capture was not given has stepped."""
+        if self._arrays is not None and optimizer not in self._optimizers:
+            self._state.elsewhere.update(map(id, parameters_of(optimizer)))
+
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         if self._arrays is None:
             return
@@ -294,6 +303,7 @@ class _State:
         self.open = False  # whether the step of the trace is in progress
         self.done = False  # whether the last one was complete
         self.stepped: set[int] = set()
+        self.elsewhere: set[int] = set()  # parameters that other optimizers have stepped
         self.before: dict[int, torch.Tensor] = {}
         self.settled: set[int] = set()  # parameters whose values are written
 

@@ -326,8 +326,8 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
 def _check_finite(source: Source, bad: int, rank: int, step: int) -> None:
     if bad:
         raise InputError(
-            f"{source.name} has {bad:,} NaN or infinite elements at step {step}, rank {rank}: a sum over workers passes "
-            "them on to all, mend that first"
+            f"{source.name} has {bad:,} NaN or infinite elements at step {step}, rank {rank}: a sum over workers "
+            "passes them on to all, mend that first"
         )
 
 

@@ -112,7 +112,7 @@ def _outside(over: _Over) -> bool:
 
 
 def _rank_that_misses(rows: Sequence[dict[str, Any]]) -> tuple[int, _Over] | None:
-    """Return the rank whose own mean is surely outside the tolerance and farthest off, which a mean over ranks hides."""
+    """Return the rank whose own mean is surely outside the tolerance and farthest off: a mean over ranks hides it."""
     ranks: dict[int, list[dict[str, Any]]] = {}
     for r in rows:
         ranks.setdefault(r["rank"], []).append(r)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from gradstats.hooks.optimizers import parameters_of
+from gradstats.hooks.torch_private import called_by_scaler
 
 __all__ = ["Applied"]
 
@@ -31,12 +32,18 @@ class Applied:
         Whether an optimizer of these parameters was ever seen. Who applies updates by hand has none.
     optimizers : weakref.WeakSet
         The optimizers of these parameters that have stepped.
+    scaled : bool or None
+        Whether a loss scaler called the first of their steps; None before it.
     """
 
     def __init__(self) -> None:
         self.known = False
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.scaled: bool | None = None
         self._parameters: set[int] = set()
+        # those that any optimizer ever stepped, and that one has stepped since the last exchange
+        self._held: set[int] = set()
+        self._taken: set[int] = set()
         # before the first exchange no update waits for an optimizer
         self._stepped = True
         self._within = False
@@ -72,6 +79,7 @@ class Applied:
     def begin(self) -> None:
         """Note that there is a new update. Within a closure that an optimizer calls, it is applied as it comes."""
         self._stepped = self._within
+        self._taken.clear()
         self._overflows.clear()
 
     def take(self) -> None:
@@ -87,6 +95,10 @@ class Applied:
             self._stepped |= not all(bool(each) for each in self._overflows)
             self._overflows.clear()
         return self._stepped
+
+    def waiting(self) -> set[int]:
+        """Return the parameters, by identity, whose optimizer has not stepped since the last exchange; another has."""
+        return self._held - self._taken if self._taken else set()
 
     def adaptive(self) -> list[str]:
         """Return the kinds of those optimizers that divide by squares of gradients, as Adam does."""
@@ -118,9 +130,14 @@ class Applied:
             Identities of its parameters.
         """
         self._within = False
-        if self._parameters.isdisjoint(parameters):
+        mine = self._parameters & parameters
+        if not mine:
             return
+        if self.scaled is None:
+            self.scaled = called_by_scaler()
         self.known = True
+        self._held |= mine
+        self._taken |= mine
         self.optimizers.add(optimizer)
         # GradScaler puts it on an optimizer whose kernels skip the step by themselves: the host does not know
         overflow = getattr(optimizer, "found_inf", None)

@@ -102,6 +102,16 @@ class ParameterLayout:
         """Copy the places alone: the parameters are others, or of another process."""
         return {**vars(self), "_parameters": {}}
 
+    def name_of(self, parameters: set[int]) -> str | None:
+        """Return the name of the first of some parameters that has a place; None if none has.
+
+        Parameters
+        ----------
+        parameters : set of int
+            Their identities.
+        """
+        return next((name for key, name in self._names.items() if key in parameters), None)
+
     def add(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give every parameter its place, under the first of its names.
 

@@ -47,10 +47,11 @@ def _before(
 
 
 class _Filled(NamedTuple):
-    """A `.grad` that an exchange filled, and how often it had been changed in place."""
+    """A `.grad` that an exchange filled, how often it had been changed in place, and whose it is."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
+    parameter: weakref.ref[torch.Tensor]
 
 
 class Leftover:
@@ -76,6 +77,7 @@ class Leftover:
         self._filled: dict[int, _Filled] = {}
         # on a device, whether a part is zero is asked once for many
         self._unsure: set[int] = set()
+        self._zeroed: set[int] = set()
 
     def __reduce__(self) -> tuple[type[Leftover], tuple[()]]:
         """Copy without the exchanges, which are of other parameters or of another process."""
@@ -129,9 +131,10 @@ class Leftover:
             if changed and not grad.is_cpu:
                 self._unsure.add(key)
         # the addition that follows is one change, and not a user's
-        self._filled[key] = _Filled(filled.tensor, version(grad) + 1)
+        self._filled[key] = filled._replace(version=version(grad) + 1)
 
     def _forget(self, key: int) -> None:
+        self._zeroed.add(key)
         del self._filled[key]
         self.parts.pop(key, None)
         self._unsure.discard(key)
@@ -158,9 +161,16 @@ class Leftover:
                 self._forget(key)
 
     def found(self) -> bool:
-        """Tell whether an exchange left anything in the gradients that have come."""
-        self.settle([])
+        """Tell whether an exchange left anything in any gradient, also in those that have not come yet."""
+        # the first bucket may be of parameters that the last pass did not use, whatever it left in others
+        noted = (filled.parameter() for filled in self._filled.values())
+        self.settle([parameter for parameter in noted if parameter is not None])
         return bool(self.parts or self.begun)
+
+    def zeroed(self) -> set[int]:
+        """Return the parameters, by identity, whose gradient an exchange filled and somebody zeroed since."""
+        self.found()
+        return self._zeroed
 
     def without(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient without what an exchange left in it.
@@ -209,6 +219,7 @@ class Leftover:
         self.begun.clear()
         self._filled.clear()
         self._unsure.clear()
+        self._zeroed.clear()
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note the gradients that an exchange has filled, once DDP has put the results into them.
@@ -218,8 +229,9 @@ class Leftover:
         parameters : iterable of torch.Tensor
             Parameters.
         """
+        self._zeroed.clear()
         self._filled = {
-            id(p): _Filled(weakref.ref(grad), version(grad))
+            id(p): _Filled(weakref.ref(grad), version(grad), weakref.ref(p))
             for p in parameters
             if (grad := p.grad) is not None
         }

@@ -59,6 +59,7 @@ class LocalOptimizers:
         self._named = named
         self._outer = outer
         self._stepped: set[int] = set()
+        self._uncounted = 0
         self._handles: list[Any] = []
 
     @property
@@ -67,7 +68,11 @@ class LocalOptimizers:
         return bool(self._handles)
 
     def attach(
-        self, before: Callable[[], None], after: Callable[[], None], closures: bool = True
+        self,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        most: int,
+        closures: bool = True,
     ) -> None:
         """Call functions around local steps.
 
@@ -77,6 +82,8 @@ class LocalOptimizers:
             Called before the first optimizer's step.
         after : callable
             Called when each optimizer has stepped, in whatever order.
+        most : int
+            Steps that another optimizer may take of these parameters while none of these steps.
         closures : bool
             Whether a step may have a closure; it computes the gradients after `before`, and perhaps several times.
 
@@ -96,6 +103,7 @@ class LocalOptimizers:
                 before()
 
         def end(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            self._uncounted = 0
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self.each):
                 # first: if the exchange raises, the next local step begins anew
@@ -104,13 +112,14 @@ class LocalOptimizers:
 
         # an error may have ended the last block between two optimizers
         self._stepped.clear()
+        self._uncounted = 0
         for each in self.each:
             self._handles += [
                 each.register_step_pre_hook(begin),
                 each.register_step_post_hook(end),
             ]
         # of every optimizer of the process: hooks on those given would not see another one step
-        self._handles.append(register_optimizer_step_post_hook(lambda o, *_: self._refuse(o)))
+        self._handles.append(register_optimizer_step_post_hook(lambda o, *_: self._refuse(o, most)))
 
     def detach(self) -> None:
         """Call nothing any more."""
@@ -118,13 +127,22 @@ class LocalOptimizers:
             handle.remove()
         self._handles = []
 
-    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer that is none of these trains what these do not: its steps would not be exchanged."""
+    def _refuse(self, optimizer: torch.optim.Optimizer, most: int) -> None:
+        """Raise if an optimizer that is none of these trains what these do not, or in place of them."""
         if optimizer is self._outer or optimizer in self.each:
             return
         ours = {id(p) for each in self.each for p in parameters_of(each)}
-        # one that trains another model, or the same parameters, takes nothing from the exchange
-        theirs = {id(p) for p in parameters_of(optimizer)} - ours
+        stepped = {id(p) for p in parameters_of(optimizer)}
+        # one that trains the same parameters beside these takes nothing from the exchange, as a wrapper's steps do
+        if not ours.isdisjoint(stepped):
+            self._uncounted += 1
+        if self._uncounted > most:
+            kind = type(optimizer).__name__
+            raise InputError(
+                f"{self._uncounted} steps of {kind}, which LocalSteps was not given, and none of its own optimizer: "
+                "nothing is exchanged. Make a new LocalSteps with the optimizer that trains now"
+            )
+        theirs = stepped - ours
         name = next((name for name, p in self._named if id(p) in theirs), None)
         if name is not None:
             kinds = ", ".join(type(each).__name__ for each in (*self.each, optimizer))

@@ -291,9 +291,9 @@ class LocalSteps(Facts):
         if self._optimizers.attached:
             raise InputError("this LocalSteps is entered already")
         if self._data_parallel:
-            self._optimizers.attach(self._average_gradients, self._count, closures=False)
+            self._optimizers.attach(self._average_gradients, self._count, 1, closures=False)
         else:
-            self._optimizers.attach(lambda: None, self._stepped)
+            self._optimizers.attach(lambda: None, self._stepped, self.steps)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -29,6 +29,31 @@ class Notices:
             "discard_unapplied=False",
         )
 
+    def lost(self, name: str, step: int) -> None:
+        """Say that a part of an update was thrown away.
+
+        Parameters
+        ----------
+        name : str
+            A parameter of it.
+        step : int
+            Number of the step.
+        """
+        self._say(
+            "lost",
+            f"the update of {name} in step {step} was zeroed before its optimizer stepped, after another optimizer "
+            "had: it is lost, and error feedback counts it as sent. Around a backward pass that must not train a "
+            "parameter, set its requires_grad to False, or detach its output",
+        )
+
+    def unscaled(self) -> None:
+        """Say that a loss scaler is not known."""
+        self._say(
+            "unscaled",
+            "a GradScaler calls the optimizer's step, and this state was not given it: what error feedback keeps of "
+            "one scale is added to gradients of another. Pass scaler=",
+        )
+
     def unfrozen(self, name: str) -> None:
         """Say that DDP does not average a parameter.
 

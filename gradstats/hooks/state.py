@@ -140,7 +140,9 @@ class CompressionState(Facts):
         process_group: dist.ProcessGroup | None = None,
         discard_unapplied: bool = True,
     ) -> None:
-        guard = Guard(nonfinite, scaled=scaler is not None)
+        # one that is switched off skips no step
+        enabled = getattr(scaler, "is_enabled", lambda: scaler is not None)()
+        guard = Guard(nonfinite, scaled=enabled)
         exclude = check_patterns(exclude, "exclude")
         if exclude and named_parameters is None:
             raise InputError("excluding parameters by name needs named_parameters")
@@ -467,6 +469,10 @@ class CompressionState(Facts):
             ):
                 self.discard()
                 self._notices.discarded(undo.step)
+            elif waiting := applied.waiting():
+                lost = waiting & self._setup.leftover.zeroed()
+                if name := self._setup.layout.name_of(lost):
+                    self._notices.lost(name, undo.step)
         self._undo = None
 
     def _notice(self) -> None:
@@ -474,6 +480,8 @@ class CompressionState(Facts):
         setup = self._setup
         if setup.usage.frozen and (name := setup.usage.unfrozen()) is not None:
             self._notices.unfrozen(name)
+        if setup.applied.scaled and self.scaler is None and self.memory.needs_residual:
+            self._notices.unscaled()
         # not where Adam comes before the compression, or nothing comes late
         if self.compressor.has_ratio and not isinstance(self.memory, NoMemory | AdamCorrection):
             for kind in setup.applied.adaptive():

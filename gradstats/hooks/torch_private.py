@@ -7,8 +7,11 @@ Each entry says what it is for. All were read in torch 2.13, and those with a br
 
 import atexit
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -29,6 +32,7 @@ __all__ = [
     "backward_pass",
     "before_finalizing",
     "before_thread_pools_end",
+    "called_by_scaler",
     "comm_hooks",
     "copy_all",
     "divide_factors",
@@ -133,6 +137,21 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], A
     """
     # DDP keeps its own mixed precision in the same list as users' hooks
     return [] if ddp.mixed_precision is not None else list(ddp._comm_hooks)
+
+
+# no hook of PyTorch's says who calls an optimizer
+_SCALER = os.path.join("amp", "grad_scaler.py")
+
+
+def called_by_scaler() -> bool:
+    """Tell whether a loss scaler of PyTorch's, switched on, calls what calls this, such as an optimizer's step."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_SCALER):
+            scaler = frame.f_locals.get("self")
+            return bool(getattr(scaler, "is_enabled", lambda: False)())
+        frame = frame.f_back
+    return False
 
 
 def scaler_stages(scaler: object) -> list[str]:

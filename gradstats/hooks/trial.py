@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -310,12 +310,15 @@ class Trial:
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
         with torch.random.fork_rng(devices=gpus):
             torch.manual_seed(seed)
-            run = iter(self.train(installed, seed))
+            run = self.train(installed, seed)
+            if not isinstance(run, Iterable):
+                raise InputError(_NO_LOSSES.format(f"returned {type(run).__name__}"))
+            run = iter(run)
             count = 0
             try:
                 # range first: the other way round zip would train one step more before it stops
                 for count, loss in zip(range(1, self.steps + 1), run, strict=False):
-                    losses[count - 1] = float(torch.as_tensor(loss).detach())
+                    losses[count - 1] = _number(loss)
             finally:
                 if isinstance(run, Generator):
                     # ends the training's own with blocks now, and not when the collector comes
@@ -335,6 +338,20 @@ class Trial:
                 f"train must yield a loss for each of the {self.steps} steps; on this rank it yielded {count}"
             )
         return losses[:-1]
+
+
+_NO_LOSSES = "train must be a generator that yields the loss of each step, one number; it {}"
+
+
+def _number(loss: Any) -> float:
+    """Return a loss as a number."""
+    try:
+        values = torch.as_tensor(loss).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(_NO_LOSSES.format(f"yielded {shown(loss)}")) from error
+    if values.numel() != 1:
+        raise InputError(_NO_LOSSES.format(f"yielded {values.numel()} numbers"))
+    return float(values)
 
 
 def _check(seed: int, dense: NDArray[np.float64], compressed: NDArray[np.float64]) -> None:

@@ -205,7 +205,7 @@ def measure(source: Source, advance: Callable[[], None], client: Any = None) -> 
 
 
 def _shown(recorded: Sequence[dict[str, Any]], first: int) -> tuple[int, set[int]]:
-    """Return the rank that figures show, the first that has a finite element other than zero, and its steps with any."""
+    """Return the rank that figures show, the first with a finite element other than zero, and its steps with any."""
     telling: dict[int, set[int]] = {}
     for r in recorded:
         # what knows no zeros is taken to have none

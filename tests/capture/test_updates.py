@@ -81,6 +81,25 @@ def test_two_optimizers_of_one_iteration(tmp_path):
             assert found == (list(range(0, 7, every)), []), (order, every)
 
 
+def test_an_optimizer_that_took_another_s_place_is_said_and_not_a_step_of_zeros(tmp_path):
+    net = torch.nn.Linear(3, 2)
+    first = optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    path, said = tmp_path / "run.zarr", "or another one stepped in its place"
+    capture = Capture(path, net, optimizer=first, kinds=["update"])
+    with pytest.warns(CaptureWarning, match=said), capture:  # noqa: PT031
+        for step in range(4):
+            if step == 2:
+                optimizer = torch.optim.SGD(net.parameters(), 0.2)
+            net(torch.ones(1, 3)).sum().backward()
+            capture.step(loss=1.0)
+            if step != 1:  # one that is skipped has an update of zeros
+                optimizer.step()
+    found = [open_trace(path).read(step, 0, "update") for step in range(4)]
+    assert found[0].any()
+    assert not found[1].any()
+    assert np.isnan(found[2:]).all()
+
+
 @pytest.mark.distributed
 def test_two_ranks_under_ddp(tmp_path):
     for found in run_ranks(2, updates.under_ddp, str(tmp_path)):

@@ -27,7 +27,7 @@ def test_adam_refuses_a_step_in_parts():
 def test_error_feedback_loses_nothing_of_what_is_applied():
     for found in run_ranks(2, exchanges.conserved):
         assert found == dict.fromkeys(found, pytest.approx(0, abs=1e-5))
-        assert set(found) == {"two passes", "gan", "skipped", "sam", "several losses"}
+        assert set(found) == {"two passes", "gan", "skipped", "sam", "several losses", "two heads"}
 
 
 def test_a_discarded_update_is_said_once():
@@ -36,6 +36,23 @@ def test_a_discarded_update_is_said_once():
         assert message.startswith("no optimizer took the update of step 1 before")
         assert "pass discard_unapplied=False" in message
         assert steps == []
+
+
+def test_a_part_of_an_update_that_is_zeroed_is_said_once():
+    """Where another optimizer steps and this one's gradients are zeroed, error feedback takes for sent what is lost."""
+    for lost, cut_off in run_ranks(2, exchanges.what_is_lost):
+        (message,) = lost
+        assert message.startswith("the update of parts.body.weight in step 2 was zeroed before its")
+        assert "set its requires_grad to False, or detach its output" in message
+        assert cut_off == []
+
+
+def test_a_scaler_that_the_state_was_not_given_is_said_once():
+    for (given, missing, off), refused in run_ranks(2, exchanges.scalers):
+        (message,) = missing
+        assert "this state was not given it" in message
+        assert (given, off) == ([], [])
+        assert refused.startswith("NonFiniteGradientError: ")
 
 
 def test_a_discarded_step_leaves_no_bit():

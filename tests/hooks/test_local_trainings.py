@@ -30,6 +30,7 @@ def test_what_an_exchange_would_miss_is_refused():
         "added": "3.weight is trained, and was not when LocalSteps was made",
         "replaced": "2.weight is trained, and was not when LocalSteps was made",
         "one of two": "AdamW trains 0.bias, and LocalSteps counts other optimizers' steps: give it all",
+        "made anew": "4 steps of SGD, which LocalSteps was not given, and none of its own optimizer: nothing is exch",
         "no optimizer": "optimizer must be a torch.optim.Optimizer, or a list of them",
         "uneven": "(rank 0 is at 9, rank 1 has ended after 8)",
     }

@@ -144,6 +144,16 @@ def other_batches(install, seed):
 other_batches.loss = 1.0
 
 
+def yielding(loss):
+    """Return a training whose losses are no numbers."""
+
+    def train(install, seed):
+        install(torch.nn.Linear(2, 2))
+        yield from (loss, loss)
+
+    return train
+
+
 @every(
     ("train", "options", "words"),
     [
@@ -153,6 +163,11 @@ other_batches.loss = 1.0
         (losses_of(2.0, lambda *_: -3.0), {"steps": 8}, "yield a loss that is positive"),
         (other_batches, {}, "the first losses of seed 0 differ, 1.1 dense and 1.2 compressed"),
         (None, {}, "train must be a function, not None"),
+        (lambda install, seed: None, {}, "the loss of each step, one number; it returned NoneType"),
+        (yielding(None), {}, "one number; it yielded None"),
+        (yielding({"loss": 1.0}), {}, "one number; it yielded a value of type dict"),
+        (yielding("1.0"), {}, "one number; it yielded '1.0'"),
+        (yielding(torch.ones(3)), {}, "one number; it yielded 3 numbers"),
         (never_installed, {"tolerance": 0}, "tolerance must be"),
         (never_installed, {"pairs": 2}, "pairs must be at least 3"),
         (never_installed, {"steps": 0}, "steps must be at least 1"),

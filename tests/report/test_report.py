@@ -219,9 +219,7 @@ def test_of_many_dumps_those_looked_at_count_and_a_step_of_zeros_decides_nothing
     # a rank that has none of the steps of the first
     np.save(tmp_path / "grad_step30_rank1.npy", np.r_[many[1][:1999], 0])
     (source,) = open_sources(tmp_path)
-    first, second = measured._ledger(
-        source, info_records(source), evenly(range(25), 20), None
-    )
+    first, second = measured._ledger(source, info_records(source), evenly(range(25), 20), None)
     assert [first[n] for n in ("steps", "zeros", "nonfinite")] == [25, 2000, 9]
     assert [second[n] for n in ("steps", "zeros", "nonfinite")] == [1, 1, 0]
     for path in tmp_path.glob("*.npy"):

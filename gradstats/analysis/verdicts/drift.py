@@ -53,7 +53,9 @@ def _moved(record: Mapping[str, Any]) -> str:
     sign = "× " if record["relative"] else ""
     size = f"{sign}{format_value(change)}"
     if math.isnan(low):
-        return f"{name}: no trend is told; what the line ({size}) leaves may wander like a random walk"
+        return (
+            f"{name}: no trend is told; what the line ({size}) leaves may wander like a random walk"
+        )
     text = f"{sign}{format_uncertain(change, low, high)} from the first step to the last, fitted"
     # no change is a factor of 1, or a difference of 0
     none = float(record["relative"])

@@ -109,7 +109,9 @@ def sound_elements(
         most = max(r[name] for r in ledger)
         if most:
             # of the worst step
-            said = f"{_many(most, 'element')} {text} in the worst step ({_percent(most / numel, 2)})"
+            said = (
+                f"{_many(most, 'element')} {text} in the worst step ({_percent(most / numel, 2)})"
+            )
             if name == "nonfinite":
                 said += f", some in {_many(sum(r['nonfinite_steps'] for r in ledger), 'gradient')}"
             (found if most >= bad * numel else harmless).append(said)

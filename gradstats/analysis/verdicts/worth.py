@@ -84,9 +84,7 @@ def should_compress(
         # a smaller number format needs none
         if setting.startswith("dense-"):
             headline += f"; if the network is slow, try {setting}"
-        costs = (
-            f"{holding}, no more than those of a normal vector, {_percent(even[most])} at {most:g}: none stand out."
-        )
+        costs = f"{holding}, no more than those of a normal vector, {_percent(even[most])} at {most:g}: none stand out."
         return Verdict(headline, f"{saves}\n{costs}\nNext: {plan} --local-steps 20")
     costs = " ".join(tried.numbers.partition("Next:")[0].split())
     if advice:

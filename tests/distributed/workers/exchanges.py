@@ -211,6 +211,41 @@ def conserved(rank, world):
         optimizer.step()
     found["sam"] = lost(net, state, owed, applied)
 
+    class Heads(nn.Module):
+        """Two losses of one body, each in a pass and an exchange of its own."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.heads = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 4) for _ in "ab")
+
+        def forward(self, x, head=0):
+            return self.heads[head](self.body(x).relu())
+
+    net = Heads()
+    # small buckets: the first is of a head that the other pass did not use
+    ddp_options = {"find_unused_parameters": True, "bucket_cap_mb": 3e-4}
+    ddp, state = wrapped(net, TopK(0.25), ddp=ddp_options)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    owed = applied = 0
+    for step in range(8):
+        optimizer.zero_grad()
+        for head in (0, 1):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(99 * rank + step))
+            loss = nn.functional.cross_entropy(ddp(x, head), x[:, :4].argmax(1))
+            parts = torch.autograd.grad(
+                loss, [*net.parameters()], retain_graph=True, allow_unused=True
+            )
+            own_part = [
+                torch.zeros_like(p) if g is None else g
+                for g, p in zip(parts, net.parameters(), strict=True)
+            ]
+            owed = owed + mean(flat(own_part))
+            loss.backward()
+        applied = applied + grads(net)
+        optimizer.step()
+    found["two heads"] = lost(net, state, owed, applied) + abs(state.step - 16)
+
     net = small()
     ddp, state, optimizer = training(net, discard_unapplied=False)
     owed = applied = 0
@@ -246,6 +281,67 @@ def said_once(rank, world):
                     optimizer.step()
         messages.append([str(w.message) for w in caught if "discard" in str(w.message)])
     return messages
+
+
+def what_is_lost(rank, world):
+    """What is said of an update that another optimizer's zero_grad() throws away, and of one that nobody does."""
+    messages = []
+    for cut_off in (False, True):
+        torch.manual_seed(0)
+        net = nn.ModuleDict(
+            {"body": nn.Linear(8, 16), "a": nn.Linear(16, 4), "b": nn.Linear(16, 4)}
+        )
+
+        class Both(nn.Module):
+            def __init__(self, parts):
+                super().__init__()
+                self.parts = parts
+
+            def forward(self, x, head, cut):
+                hidden = self.parts["body"](x).relu()
+                return self.parts[head](hidden.detach() if cut else hidden)
+
+        both = Both(net)
+        ddp, _ = wrapped(both, TopK(0.25), ddp={"find_unused_parameters": True})
+        # the body is the second head's
+        own = [*net["body"].parameters(), *net["b"].parameters()]
+        first, second = torch.optim.SGD(net["a"].parameters(), 0.05), torch.optim.SGD(own, 0.05)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(4):
+                x = torch.randn(16, 8, generator=torch.Generator().manual_seed(99 * rank + step))
+                for head, optimizer, cut in (("a", first, cut_off), ("b", second, False)):
+                    first.zero_grad()
+                    second.zero_grad()
+                    nn.functional.cross_entropy(ddp(x, head, cut), x[:, :4].argmax(1)).backward()
+                    optimizer.step()
+        said = [str(w.message) for w in caught]
+        messages.append([text for text in said if "before its optimizer stepped" in text])
+    return messages
+
+
+def scalers(rank, world):
+    """What is said of scalers that a state was given, and was not, and of one that is switched off; and its NaN."""
+    messages = []
+    for given, enabled in ((True, True), (False, True), (False, False)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=enabled)
+        net = small()
+        ddp, _ = wrapped(net, TopK(0.2), scaler=scaler if given else None)
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(ddp, rank, step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        messages.append([str(w.message) for w in caught if "Scaler" in str(w.message)])
+    # a scaler that is switched off skips no step: what is not finite must not be passed on
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    net = small()
+    ddp, _ = wrapped(net, TopK(0.2), scaler=off)
+    loss = loss_of(ddp, rank, 0) * (float("nan") if rank else 1.0)
+    return messages, refusal(loss.backward)
 
 
 COMPRESSORS = {

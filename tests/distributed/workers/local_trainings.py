@@ -114,6 +114,15 @@ def refused(rank, world):
     def replace(net, optimizer):
         net[2] = nn.Linear(16, 4)
 
+    def made_anew():
+        net = small()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with LocalSteps(net, optimizer, steps=3):
+            for step in range(9):
+                if step == 4:
+                    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+                step_all(net, [optimizer], rank, step)
+
     def one_of_two():
         net = small()
         optimizers = two_optimizers(net)
@@ -141,6 +150,7 @@ def refused(rank, world):
         "unfrozen": refusal(lambda: late(lambda net, o: net[2].bias.requires_grad_(True))),
         "added": refusal(lambda: late(add)),
         "replaced": refusal(lambda: late(replace)),
+        "made anew": refusal(made_anew),
         "one of two": refusal(one_of_two),
         "no optimizer": refusal(lambda: LocalSteps(small(), [], steps=3)),
         "wrapper": refusal(wrapper),
