@@ -97,7 +97,7 @@ TRUE = {
         DATA: r"[\d,]+ elements zero in the worst step \(99\.9\d",
         TAIL: r"Too few elements for a tail$",
         DECAY: r"No power$",
-        MODEL: NO_LAW,
+        MODEL: r"Too few elements to tell laws apart$",
         RULE: r"None; the nearest, ",
     },
     "one spike": {
@@ -122,7 +122,7 @@ TRUE = {
         RULE: r"(Not decided; the nearest, )?(sidco-.*|dgc)[,:]",
     },
     "signs": {
-        DATA: r"20,000 elements of one magnitude: no threshold lies between them; 1 constant",
+        DATA: r"20,000 elements of one magnitude: no threshold lies between them$",
         TAIL: r"Cannot be told: magnitudes are tied$",
         MOVES: r"Mean magnitude × 1$",
     },
