@@ -186,8 +186,14 @@ def _threshold(measured: Measured, kind: Kind) -> Verdict:
 def _training(measured: Measured, kind: Kind) -> Verdict:
     record = next((r for r in _of(measured.drift, kind) if r["quantity"] == "mean"), None)
     series = measured.training["mean"].sel(kind=kind, layer="all").isel(rank=0).dropna("step")
+    zeros = measured.training["zero_fraction"].sel(kind=kind, layer="all").isel(rank=0)
+    share = 1 - zeros.sel(step=series["step"]).values
     return scale_moves(
-        record, series["step"].values.tolist(), series.values.tolist(), len(measured.steps)
+        record,
+        series["step"].values.tolist(),
+        series.values.tolist(),
+        len(measured.steps),
+        (float(share.min()), float(share.max())) if share.size else (1.0, 1.0),
     )
 
 

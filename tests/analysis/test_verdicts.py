@@ -411,6 +411,17 @@ def test_a_scale_that_goes_up_and_down_is_no_factor():
     assert "have no power" not in same.numbers
 
 
+def test_a_mean_of_ever_more_elements_says_so():
+    """Of a gradient that fills up, the mean of what is not zero stays, and that of all elements does not."""
+    means = [1.0, 1.0, 1.0]
+    record = {"n": 3, "slope": math.nan}
+    said = scale_moves(record, [0, 1, 2], means, 3, (0.01, 0.51)).numbers
+    assert said.endswith(
+        "Means are of the elements that are not zero, 1 to 51\N{NO-BREAK SPACE}% of all."
+    )
+    assert "not zero" not in scale_moves(record, [0, 1, 2], means, 3, (0.95, 1.0)).numbers
+
+
 def test_a_slope_is_not_said_of_steps_that_there_are_not():
     known = {"slope": 2.0, "slope_low": 1.0, "slope_high": 3.0, "total_change": 1.8}
     known |= {"total_change_low": 1.4, "total_change_high": 2.2}

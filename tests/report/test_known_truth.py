@@ -38,6 +38,7 @@ MAKE = {
     "zeros": lambda rng, step: np.where(rng.random(N) < 0.001, exponential(rng, step), 0),
     "one spike": lambda rng, step: np.where(np.arange(N) == 7, 1e6, exponential(rng, step)),
     "drifting": lambda rng, step: exponential(rng, step) / np.float32(2**step),
+    "filling up": lambda rng, step: exponential(rng, step) * (rng.random(N) < 0.1 + 0.4 * step),
     # as of two networks that train in turn
     "in turn": lambda rng, step: exponential(rng, step) * np.float32(step != 1),
     "signs": lambda rng, _: signed(rng, np.full(N, 0.5)),
@@ -114,6 +115,11 @@ TRUE = {
         MODEL: r"Laplace: thresholds within ",
         MOVES: r"Mean magnitude × 0\.25$",
     },
+    "filling up": {
+        DATA: r"1\d,\d\d\d elements zero in the worst step",
+        TAIL: r"Exponential in the top tenth",
+        MOVES: r"Mean magnitude × (1|0\.9\d|1\.0\d?)$",
+    },
     "in turn": {
         SHOULD: IF_SLOW,
         DATA: r"20,000 elements zero in the worst step \(100\.00",
@@ -152,6 +158,7 @@ MORE = {
         (RULE, "Even rules that count elements are up to "),
         (RULE, "-fold off (k = 20): magnitudes are tied."),
     ],
+    "filling up": [(MOVES, "Means are of the elements that are not zero, 10 to 90")],
     "zeros": [(RULE, "There are fewer non-zero elements than k at ratios 0.1, 0.01 and 0.001")],
     "short": [(RULE, "Not judged: fewer than 10 elements asked for.")],
     "one element": [(DATA, "1 element in 1 layer; 3 steps")],

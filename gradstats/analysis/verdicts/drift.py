@@ -13,6 +13,8 @@ from gradstats.tables import format_uncertain, format_value
 
 __all__ = ["movement", "scale_moves"]
 
+_SHIFT = 0.1
+"""Change of the share of non-zero elements from which on their mean is not the gradient's."""
 _STEADY = 1.1
 """Quotient of the largest and the smallest mean of a few steps up to which they hardly move."""
 
@@ -63,7 +65,11 @@ def _moved(record: Mapping[str, Any]) -> str:
 
 
 def scale_moves(
-    record: Mapping[str, Any] | None, steps: Sequence[int], means: Sequence[float], captured: int
+    record: Mapping[str, Any] | None,
+    steps: Sequence[int],
+    means: Sequence[float],
+    captured: int,
+    nonzero: tuple[float, float] = (1.0, 1.0),
 ) -> Verdict:
     """Say how the mean magnitude moves over the steps.
 
@@ -77,6 +83,8 @@ def scale_moves(
         Their means.
     captured : int
         Number of all steps looked at.
+    nonzero : tuple of float
+        Least and largest share of elements that are not zero, which these means are of.
     """
     if captured < 2:
         return Verdict("One step only", "Nothing to compare.")
@@ -102,6 +110,9 @@ def scale_moves(
         if math.isnan(low):
             interval = "no interval: what is left may wander like a random walk"
         numbers += f" Per 100 steps {100 * slope:+.1f} % ({interval})."
+    if nonzero[1] - nonzero[0] >= _SHIFT:
+        least, most = (f"{100 * share:.2g}" for share in nonzero)
+        numbers += f" Means are of the elements that are not zero, {least} to {most}\N{NO-BREAK SPACE}% of all."
     return Verdict(headline, numbers)
 
 
