@@ -345,9 +345,10 @@ def _column(run: Row) -> str:
 def _cell(above: Sequence[float] | None) -> str:
     if above is None:
         return "–"
-    if max(above) == DIVERGED:
-        return "diverged"
-    ends = [f"{100 * x:+.1f}".replace("-", "−") for x in (min(above), max(above))]
+    ends = [
+        "diverged" if x == DIVERGED else f"{100 * x:+.1f}".replace("-", "−")
+        for x in (min(above), max(above))
+    ]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 

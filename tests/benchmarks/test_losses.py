@@ -207,7 +207,7 @@ def test_the_pages_of_a_choice_count_right():
     said = "with Muon one training was measured, where it ended {:.1f} to {:.1f} % behind"
     assert said.format(min(muon), max(muon)) in text
     counts = re.search(
-        r"in (\d) of (\d) trainings, at 0.001 in (\d) of (\d), at 0.1 in (\d) of (\d)\.", text
+        r"in (\d+) of (\d+) trainings, at 0.001 in (\d+) of (\d+), at 0.1 in (\d+) of (\d+)\.", text
     )
     assert counts
     assert (*nearer(0.01), *nearer(0.001), *nearer(0.1)) == tuple(map(int, counts.groups()))
@@ -265,6 +265,7 @@ def test_systems_are_compared_with_topk_of_the_same_training():
     rows += [row("topk", seed, 1.5 + 0.01 * seed, ratio=0.01) for seed in (1, 2)]
     rows += [row("topk", seed, 1.0, ratio=0.1) for seed in (1, 2)]
     rows += [row("sidco-p", seed, 1.7, ratio=0.01) for seed in (1, 2)]
+    rows += [row("sidco-p", seed, 0.9, ratio=0.1) for seed in (1, 2)]
     rows += [row("diloco", seed, 1.2) for seed in (1, 2)]
     rows += [row("ef-signsgd", seed, 1.52) for seed in (1, 2)]
     # nothing to compare with
@@ -272,50 +273,59 @@ def test_systems_are_compared_with_topk_of_the_same_training():
         row("diloco", 1, 1.2, piece="dlrm-clicks/sgd"),
         row("dense", 1, 1.0, piece="dlrm-clicks/sgd"),
     ]
-    found = {r["system"]: r for r in losses.beside_topk(rows)}
+    every = losses.beside_topk(rows)
+    # each beside top-k of its own ratio
+    assert [r["nearer"] for r in every if r["ratio"] == 0.1] == [["gcn-blocks"]]
+    found = {r["system"]: r for r in every if r["ratio"] == 0.01}
     assert found.keys() == {"sidco-p", "diloco", "ef-signsgd"}
     where = {name: [p for p in ("nearer", "same", "farther") if r[p]] for name, r in found.items()}
     assert where == {"sidco-p": ["farther"], "diloco": ["nearer"], "ef-signsgd": ["same"]}
     assert all(r["optimizer"] == "sgd" for r in found.values())
     table = losses.beside_table([found["diloco"]])
-    assert "| `diloco` | SGD | 1 | 1 | 0 | 0 | +20.0 |" in table
+    assert "| `diloco` | – | SGD | 1 | 1 | 0 | 0 | +20.0 |" in table
 
 
 def test_where_other_systems_ended_is_what_the_pages_say():
     rows = losses.beside_topk(stored(losses.FILE))
 
-    def where(system, place):
+    def where(system, place, ratio=losses.BESIDE):
         """Return the trainings of a system that ended there, by optimizer."""
-        return {r["optimizer"]: r[place] for r in rows if r["system"] == system}
+        return {
+            r["optimizer"]: r[place] for r in rows if (r["system"], r["ratio"]) == (system, ratio)
+        }
 
-    def count(system, place):
-        return sum(map(len, where(system, place).values()))
+    def count(system, place, ratio=losses.BESIDE):
+        return sum(map(len, where(system, place, ratio).values()))
 
-    places = ("nearer", "same", "farther")
     (every,) = {
-        sum(count(system, place) for place in places)
-        for system in losses.OTHERS
-        if "adam_correction" not in losses.SYSTEMS[system]
+        sum(count(system, place, ratio) for place in losses.PLACES)
+        for system, ratios in {
+            "sidco-p": (losses.BESIDE,),
+            "topk without feedback": RATIOS,
+            "ef-signsgd": (losses.BESIDE,),
+            "diloco": (losses.BESIDE,),
+        }.items()
+        for ratio in ratios
     }
     bare = "topk without feedback"
     assert where("sidco-p", "nearer") == {"sgd": ["resnet8-cifar16", "vit-digits"], "adamw": []}
-    assert where(bare, "nearer") == {
-        "sgd": ["vit-digits", "simclr-digits"],
-        "adamw": ["vit-digits", "unet-digits"],
-    }
+    near = {ratio: where(bare, "nearer", ratio)["adamw"] for ratio in RATIOS}
+    assert ["unet-digits" in found for found in near.values()] == [True, True, True]
+    assert ["vit-digits" in found for found in near.values()] == [True, True, False]
     assert where("ef-signsgd", "nearer") == {"sgd": [], "adamw": ["gcn-blocks"]}
     text = " ".join((DOCS / "losses.md").read_text(encoding="utf-8").split())
+    farther = [count(bare, "farther", ratio) for ratio in RATIOS]
+    nearer = [count(bare, "nearer", ratio) for ratio in RATIOS]
     for sentence in (
-        f"`sidco-p` ended where `topk` did in {count('sidco-p', 'same')} of {every}, and nearer in "
+        f"`sidco-p` at 0.01 ended where `topk` did in {count('sidco-p', 'same')} of {every}, and nearer in "
         f"{count('sidco-p', 'nearer')}, `resnet8-cifar16` and `vit-digits` with SGD.",
-        f"Without feedback top-k ended farther from dense in {count(bare, 'farther')} of {every}, and nearer in "
-        f"{count(bare, 'nearer')}: `vit-digits` under either optimizer, `unet-digits` with AdamW and `simclr-digits` "
-        "with SGD.",
+        f"Without feedback top-k ended farther from dense in {farther[0]} of {every} at 0.1, in {farther[1]} at 0.01 "
+        f"and in {farther[2]} at 0.001, and nearer in {nearer[0]}, {nearer[1]} and {nearer[2]}. `unet-digits` with "
+        "AdamW was nearer at every ratio, `vit-digits` with AdamW at 0.1 and 0.01: ",
         "`ef-signsgd` ended nearer in one, `gcn-blocks` with AdamW.",
         f"Ten local steps ended nearer in {count('diloco', 'nearer')} of {every}, for about five times the bytes of "
         f"`topk` at 0.01, and farther in {count('diloco', 'farther')}.",
     ):
         assert sentence in text, sentence
-    farther, nearer = count(bare, "farther"), count(bare, "nearer")
-    said = f"farther from dense in {farther} of {every} trainings, and nearer in {nearer}]"
+    said = f"farther from dense in {farther[1]} of {every} trainings, and nearer in {nearer[1]}]"
     assert said in " ".join((DOCS / "choose.md").read_text(encoding="utf-8").split())

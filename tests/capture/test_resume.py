@@ -119,3 +119,23 @@ def test_a_text_is_read_on_and_traces_are_told_apart(tmp_path, one_rank):
     assert trained(**kept).trace == str(tmp_path / "run-4.zarr")  # nothing is left to capture
     assert not (tmp_path / "run-5.zarr").exists()
     assert trained(**kept | {"checkpoint": tmp_path / "new"}, overwrite=True).trace == str(out)
+
+
+def test_every_checkpoint_says_how_good_the_model_was(tmp_path, one_rank):
+    raw = np.random.default_rng(1).integers(0, 256, (60, 3073), np.uint8)
+    raw[:, 0] %= 10
+    raw[:40].tofile(tmp_path / "data_batch_1.bin")
+    raw[40:].tofile(tmp_path / "test_batch.bin")
+    config = RunConfig(
+        workload="resnet20-cifar10", data_dir=tmp_path, nproc=1, batch_size=4, steps=4
+    )
+    config = config.replace(compressor="topk", checkpoint=tmp_path / "run", checkpoint_every=2)
+    result = _train(config)
+    assert [each["step"] for each in result.evaluations] == [2, 4]
+    # of twenty unseen images
+    assert all(20 * each["accuracy"] in range(21) for each in result.evaluations)
+    assert result.accuracy == result.evaluations[-1]["accuracy"]
+    config = config.replace(checkpoint=tmp_path / "other", evaluate=False)
+    without = _train(config)
+    assert without.evaluations == []
+    assert math.isnan(without.accuracy)
