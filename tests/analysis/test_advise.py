@@ -118,10 +118,10 @@ def test_the_nearest_trainings_count_and_no_others(measured):
     measured(twice)
     assert chosen()[0]["trainings"] == 5
     assert chosen()[0]["runs"] == 20
-    measured(far[:2] + near(2))
+    measured(far[:2] + near(3))
     assert chosen()[0]["rule"] == "dense-bf16"
-    measured(near(2))
-    assert [r["reason"] for r in chosen()[1:]] == ["in fewer than 3 such trainings"] * 3
+    measured(near(4))
+    assert [r["reason"] for r in chosen()[1:]] == ["in fewer than 5 such trainings"] * 3
     assert chosen()[0]["rule"] == "none"
 
 
