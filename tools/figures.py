@@ -159,9 +159,14 @@ def losses() -> Figure:
         ax.set(title=title, xlabel="ratio k/d", ylabel="percent above dense", xscale="log")
         ax.set_yscale("symlog", linthresh=2)
         ax.invert_xaxis()
-        ax.legend(fontsize="x-small", loc="lower left", ncols=2)
-        # room for it below the lines
-        ax.set_ylim(bottom=-300)
+        ax.set_ylim(bottom=-5)
+    # one for both panels, below them: many lines lie near 0
+    shown = {}
+    for ax in axes[0]:
+        shown |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        shown.values(), shown.keys(), fontsize="x-small", loc="outside lower center", ncols=5
+    )
     return figure
 
 

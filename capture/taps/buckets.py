@@ -31,6 +31,10 @@ _CARRIED = (
     "of this rank's own, and 'corrected' is what the last exchange compressed, which contains what the others brought "
     "from all ranks; exchange once a step (ddp.no_sync() around all but the last forward and backward pass)"
 )
+_SCALED = (
+    "a GradScaler calls the optimizer's step, and neither the Capture nor the state that it wraps was given it: the "
+    "gradients in the trace are scaled. Pass scaler="
+)
 _UNAPPLIED = (
     "no optimizer took the gradients of an exchange before others replaced them (a skipped step, the generator's pass "
     "through a discriminator, the first pass of SAM): such an exchange is no step of the trace, unless capture.step() "
@@ -238,6 +242,8 @@ class BucketTap(Tap):
             else:
                 self._conclude()
         self._called = True
+        if self._applied.scaled and self._recorder.scaler is None:
+            self._recorder.warn_once("scaled", _SCALED)
         self._reached.clear()
         self._late = self._follows_update = False
         self._applied.begin()

@@ -394,6 +394,36 @@ def test_a_bucket_is_copied_in_one_go_where_that_is_the_same(
     assert not np.array_equal(expected.read(3), expected.read(3, 0, "corrected"))
 
 
+def test_a_scaler_that_the_capture_was_not_given_is_said_once(tmp_path, one_rank):
+    """Gradients are then recorded with the scale; with the scaler given they are not, and nothing is said."""
+    largest = {}
+    for known in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(8, 8)
+        ddp = nn.parallel.DistributedDataParallel(net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        path = tmp_path / f"{known}.zarr"
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with Capture(path, ddp, scaler=scaler if known else None) as capture:
+                ddp.register_comm_hook(*capture.wrap(None, allreduce_hook))
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    scaler.scale(ddp(torch.ones(1, 8)).sum()).backward()
+                    capture.step()
+                    scaler.step(optimizer)
+                    scaler.update()
+        said = [
+            str(w.message)
+            for w in said
+            if "the gradients in the trace are scaled" in str(w.message)
+        ]
+        assert len(said) == (not known)
+        largest[known] = abs(open_trace(path).read(0, 0)).max()
+    assert largest[False] == 1024 * largest[True]
+
+
 def test_a_capture_that_stops_gives_its_memory_back(tmp_path, one_rank, monkeypatch):
     def full(*_, **__):
         raise TraceError("the disk is full")
