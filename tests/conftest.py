@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items):
     """Begin with the files that have slow tests: the last to end would keep one worker alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of every later collection of garbage: hundreds of thousands of objects, that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
