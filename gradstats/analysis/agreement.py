@@ -282,8 +282,8 @@ def _record(
     noise, signal = (np.array([f[name] for f in found]) for name in ("noise", "signal"))
     unit = 1 if batch is None else batch
     scale, low, high, reason = math.nan, math.nan, math.nan, "one step"
-    # of a step of zeros, or of NaN, nothing is known
-    telling = np.isfinite(noise) & np.isfinite(signal) & ((noise != 0) | (signal != 0))
+    # NaN of a step in which a rank's gradient is of zeros, or is not finite
+    telling = np.isfinite(noise) & np.isfinite(signal)
     noise, signal = noise[telling], signal[telling]
     # equal gradients leave a noise of rounding, of either sign
     equal = noise <= 1e-12 * np.abs(signal)

@@ -77,6 +77,7 @@ class Leftover:
         self._filled: dict[int, _Filled] = {}
         # on a device, whether a part is zero is asked once for many
         self._unsure: set[int] = set()
+        # since the last exchange
         self._zeroed: set[int] = set()
 
     def __reduce__(self) -> tuple[type[Leftover], tuple[()]]:

@@ -139,10 +139,10 @@ def _spread(measured: Measured, kind: Kind) -> Verdict:
 
 
 def _tail(measured: Measured, kind: Kind) -> Verdict:
-    # ratios are of all elements, the tenth is of those that are not zero: alike where few are zero
     ledger = _of(measured.ledger, kind)
     # zeros are left out of tails, as of the ledger's ties
     some = measured.source.numel - max(r["zeros"] for r in ledger)
+    # ratios are of all elements, the tenth is of those that are not zero: alike where few are zero
     by_step = ((step, _designs(measured, kind, step)) for step in measured.shown)
     return tail_weight(
         _of(measured.tails, kind),

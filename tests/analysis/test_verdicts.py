@@ -359,10 +359,10 @@ def test_a_rank_that_misses_k_is_not_hidden_by_the_others():
     assert judged["mean"][0.01] == pytest.approx(math.exp(-0.5))
     said = which_rule([judged])
     assert said.headline == "None; the nearest, a, has k̂/k = 0.61"
-    assert "Named is the rank that misses k, rank 3 at 0.01: " in said.numbers
+    assert "The numbers are of rank 3 at 0.01, which misses k: " in said.numbers
     (judged,) = judged_rules([r for r in series if r["rank"] < 3])
     assert (judged["hits"], judged["ranks"]) == (True, {})
-    assert "Named is the rank" not in which_rule([judged]).numbers
+    assert "The numbers are of" not in which_rule([judged]).numbers
 
 
 def test_infinities_are_not_called_ties():

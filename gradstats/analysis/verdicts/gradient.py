@@ -108,12 +108,13 @@ def sound_elements(
     for name, text, bad in (("nonfinite", "NaN or infinite", 0.0), ("zeros", "zero", _SOUND)):
         most = max(r[name] for r in ledger)
         if most:
-            # of the worst step
             said = (
                 f"{_many(most, 'element')} {text} in the worst step ({_percent(most / numel, 2)})"
             )
             if name == "nonfinite":
-                said += f", some in {_many(sum(r['nonfinite_steps'] for r in ledger), 'gradient')}"
+                said += (
+                    f", with any in {_many(sum(r['nonfinite_steps'] for r in ledger), 'gradient')}"
+                )
             (found if most >= bad * numel else harmless).append(said)
     # two elements of one magnitude are usual: float32 alone ties some
     tie = largest_tie(ledger)

@@ -67,7 +67,9 @@ def which_rule(rules: Sequence[Mapping[str, Any]]) -> Verdict:
         numbers += f" Left out: {some} of which {EMPTY}."
     if best["ranks"]:
         missed = [f"rank {rank} at {ratio:g}" for ratio, rank in best["ranks"].items()]
-        numbers += f" Named is the rank that misses k, {joined(missed)}: the others' mean hides it."
+        numbers += (
+            f" The numbers are of {joined(missed)}, which misses k: a mean over all ranks hides it."
+        )
     if len(hitting) > 1:
         numbers += f" These hit k, too: {', '.join(r['estimator'] for r in hitting[1:])}."
     if best in unsure:

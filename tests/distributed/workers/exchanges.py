@@ -130,7 +130,8 @@ def conserved(rank, world):
         return ddp, state, torch.optim.SGD(net.parameters(), 0.05)
 
     def own(net, loss):
-        return mean(flat(torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)))
+        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        return mean(flat(torch.autograd.grad(loss, list(net.parameters()), **options)))
 
     def lost(net, state, owed, applied):
         kept = mean(flat(state.residual(p) for p in net.parameters()))
@@ -224,23 +225,15 @@ def conserved(rank, world):
 
     net = Heads()
     # small buckets: the first is of a head that the other pass did not use
-    ddp_options = {"find_unused_parameters": True, "bucket_cap_mb": 3e-4}
-    ddp, state = wrapped(net, TopK(0.25), ddp=ddp_options)
-    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    two = {"find_unused_parameters": True, "bucket_cap_mb": 3e-4}
+    ddp, state, optimizer = training(net, ddp=two)
     owed = applied = 0
     for step in range(8):
         optimizer.zero_grad()
         for head in (0, 1):
             x = torch.randn(16, 8, generator=torch.Generator().manual_seed(99 * rank + step))
             loss = nn.functional.cross_entropy(ddp(x, head), x[:, :4].argmax(1))
-            parts = torch.autograd.grad(
-                loss, [*net.parameters()], retain_graph=True, allow_unused=True
-            )
-            own_part = [
-                torch.zeros_like(p) if g is None else g
-                for g, p in zip(parts, net.parameters(), strict=True)
-            ]
-            owed = owed + mean(flat(own_part))
+            owed = owed + own(net, loss)
             loss.backward()
         applied = applied + grads(net)
         optimizer.step()
