@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import time
 
-import nbformat
 import pytest
 from conftest import DATA
-from nbclient import NotebookClient
 
 from gradstats import console
 
@@ -52,6 +50,10 @@ def test_quick_or_quiet_work_says_nothing(said, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_in_a_notebook_a_bar_comes_when_work_takes_long():
+    # seconds, which every process that collects tests would take
+    import nbformat
+    from nbclient import NotebookClient
+
     quick = f"""
 import gradstats
 from gradstats import console

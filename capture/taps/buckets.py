@@ -19,7 +19,7 @@ from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.gradient import Pair, logical, pairs_of
-from gradstats.hooks.torch_private import GradBucket, comm_hooks, copy_all
+from gradstats.hooks.torch_private import GradBucket, backward_pass, comm_hooks, copy_all
 from gradstats.trace import Kind
 
 __all__ = ["BucketTap", "Hook"]
@@ -120,6 +120,9 @@ class BucketTap(Tap):
         torch.futures.Future
             What the hook returned.
         """
+        if backward_pass() < 0 and self._ddp is not None:
+            # a rank without inputs left takes part in the others' exchanges (Join): it has no gradient, nor a step
+            return self._hook(self._state, bucket)
         try:
             # before the copy: where there is no step in progress there is nowhere to copy to
             if self._accumulation.exchange(bucket):

@@ -233,7 +233,11 @@ def _log_ratio(threshold: float, exact: float) -> float:
 
 
 def evenly(steps: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of some steps, evenly spread, with the first and the last.
+    """Return at most so many of some steps: the first, the last, and one of each stretch of equal length between them.
+
+    Where a step lies in its stretch differs from one to the next. At a fixed distance only one side would be seen of
+    gradients that repeat with that distance, such as those of two losses in turn. Of three, the one between is the
+    middle.
 
     Parameters
     ----------
@@ -242,9 +246,16 @@ def evenly(steps: Sequence[int], most: int) -> list[int]:
     most : int
         Number of steps, at least 1.
     """
-    places = np.linspace(0, len(steps) - 1, min(len(steps), most))
-    # truncation may give one place twice
-    return [steps[i] for i in np.unique(places.astype(int))]
+    number = min(len(steps), most)
+    stretch = (len(steps) - 1) / max(number - 1, 1)
+    from_middle = np.arange(number) - (number - 1) / 2
+    # Multiples of √2 would be regular, too, and their squares alike on both sides of the middle.
+    shift = (from_middle * np.abs(from_middle) * math.sqrt(2) + 0.5) % 1 - 0.5
+    shift[:1] = shift[-1:] = 0.0
+    # shifted by less than what a stretch has beyond one step, no two are the same
+    places = np.arange(number) * stretch + shift * max(stretch - 1, 0.0)
+    # rounding must not put what is a whole number below it
+    return [steps[i] for i in np.floor(places + 1e-9).astype(int)]
 
 
 def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:

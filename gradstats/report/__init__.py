@@ -212,6 +212,7 @@ def _provenance(measured: Sequence[Measured]) -> str:
         '<h2 id="made">How this page was made</h2>'
         f"<p><code>{escape(shlex.join([name, *sys.argv[1:]]))}</code></p>"
         f"<p>{escape(versions)}, Python {platform.python_version()}. At most {MOST_STEPS} steps of a "
-        "trace, evenly; fits and figures at the first, middle and last of them that are not all zero, of the first "
-        "rank that is not.</p>" + table(rows, columns | {"seed": "seed of the training"}, "Sources")
+        "trace, one of each stretch; fits and figures at the first, middle and last of them that are not all zero, of "
+        "the first rank that is not.</p>"
+        + table(rows, columns | {"seed": "seed of the training"}, "Sources")
     )

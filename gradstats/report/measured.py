@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 MOST_STEPS = 20
-"""Most steps looked at. A longer trace has this many looked at, evenly spread."""
+"""Most steps looked at. A longer trace has this many looked at, one of each stretch of equal length."""
 
 TREND_RATIO = 0.01
 """Kept fraction whose exact threshold is followed over training."""

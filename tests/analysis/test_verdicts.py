@@ -269,9 +269,26 @@ def test_a_law_far_beyond_chance_is_refused_of_few_elements(tmp_path):
 def test_steps_are_spread_from_first_to_last(tmp_path):
     assert evenly([*range(10)], 3) == [0, 4, 9]
     assert evenly([3, 7], 6) == [3, 7]
+    assert evenly([3, 7, 9], 1) == [3]
     source = trace_of(tmp_path / "run.zarr", [s[:1000] for s in gradients(6)["laplace"]])
     pairs = law_pairs(source, ["laplace"], most=3)
     assert [(r["fitted"], r["judged"]) for r in pairs] == [(0, 2), (2, 5)]
+
+
+def test_steps_show_more_than_one_side_of_gradients_that_repeat():
+    # at a fixed distance 20 of 39 steps, as 6 of 21, were every other one, or every fourth
+    for most in (5, 6, 20):
+        for n in range(most + 1, 400):
+            steps = evenly(range(n), most)
+            case = f"{most} of {n}: {steps}"
+            assert len(set(steps)) == most, case
+            assert (steps[0], steps[-1], sorted(steps)) == (0, n - 1, steps), case
+            # one of each stretch: never two stretches without any
+            assert np.diff(steps).max() <= 2 * (n - 1) / (most - 1), case
+            for period in range(2, 11):
+                if n >= 2 * period:
+                    _, times = np.unique(np.array(steps) % period, return_counts=True)
+                    assert times.max() < 0.9 * most, (period, case)
 
 
 def test_a_rule_that_learned_from_the_only_gradient_is_not_judged():

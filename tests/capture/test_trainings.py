@@ -162,6 +162,17 @@ def test_a_step_in_which_a_rank_was_lost_is_not_stored(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_rank_without_inputs_left_has_no_more_steps(tmp_path, ends):
+    # it takes part in the others' exchanges with zeros, which are nobody's gradient
+    path = tmp_path / "a.zarr"
+    for rank, (gradients, said) in enumerate(run_ranks(2, cases.uneven, str(path), ends)):
+        assert not said
+        assert len(gradients) == 2 + 2 * rank
+        holds(path, rank, gradients)
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("policy", ["skip", "propagate"])
 def test_a_step_hidden_by_policy_is_stored_as_it_was(tmp_path, policy):
     for rank, (gradients, records) in enumerate(

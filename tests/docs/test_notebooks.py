@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-import nbformat
 import pytest
 from conftest import ROOT
-from nbclient import NotebookClient
 
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST = 300_000
@@ -26,6 +24,12 @@ SHORTER = {
 """What its trainings show varies with the machine, and is not compared: shorter ones show the rest."""
 
 each = pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
+
+
+def read(path):
+    import nbformat  # seconds, which every process that collects tests would take
+
+    return nbformat.read(path, as_version=4)
 
 
 def code_cells(notebook):
@@ -60,7 +64,7 @@ def numbers(prose):
 
 @each
 def test_begins_with_a_question_and_its_answer_in_numbers_that_the_cells_show(path):
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     question, answer = (cell.source for cell in notebook.cells[:2])
     assert question.startswith("# ")
     assert re.search(r"^\*\*Question\.\*\* .*\?$", question, re.MULTILINE)
@@ -72,7 +76,7 @@ def test_begins_with_a_question_and_its_answer_in_numbers_that_the_cells_show(pa
 
 @each
 def test_tables_are_objects_and_training_in_processes_is_announced_and_has_a_bar(path):
-    cells = nbformat.read(path, as_version=4).cells
+    cells = read(path).cells
     for before, cell in pairwise(cells):
         if cell.cell_type == "code":
             assert "render(" not in cell.source
@@ -84,7 +88,7 @@ def test_tables_are_objects_and_training_in_processes_is_announced_and_has_a_bar
 def test_links_to_other_notebooks_open_them():
     found = 0
     for path in PATHS:
-        for cell in nbformat.read(path, as_version=4).cells:
+        for cell in read(path).cells:
             prose = cell.source if cell.cell_type == "markdown" else ""
             for name in re.findall(r"\]\(([^):#]+)[^)]*\)", prose):
                 assert (path.parent / name).exists(), (path.name, name)
@@ -94,7 +98,7 @@ def test_links_to_other_notebooks_open_them():
 
 @each
 def test_committed_as_executed_from_top_to_bottom_small_and_without_volatile_metadata(path):
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert any(figures for _, figures in compared(notebook))
@@ -118,7 +122,7 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
     )
     assert sorted(rows) == [path.stem for path in PATHS]
     for path in PATHS:
-        answer = nbformat.read(path, as_version=4).cells[1].source
+        answer = read(path).cells[1].source
         assert numbers(rows[path.stem]) <= numbers(answer), path.stem
 
 
@@ -126,7 +130,9 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
 @each
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_notebook_runs_and_is_current(path, as_made):
-    notebook = nbformat.read(path, as_version=4)
+    from nbclient import NotebookClient
+
+    notebook = read(path)
     committed = compared(notebook)
     if path.stem in SHORTER:
         for whole, part in SHORTER[path.stem].items():

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-import nbformat
 import pytest
 from conftest import DATA, ROOT
 from support.browser import CHROMIUM, NO_BROWSER, Browser
@@ -106,6 +105,8 @@ def test_a_view_is_saved_as_a_page(view, tmp_path):
 def lab(tmp_path):
     """The address of a JupyterLab that runs a notebook with the explorer."""
     pytest.importorskip("anywidget", reason="the extra explore is not installed")
+    import nbformat  # seconds, which every process that collects tests would take
+
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     notebook.metadata.kernelspec = {
         "name": "python3",

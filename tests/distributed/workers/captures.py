@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from workers.hook import model
 from workers.trainings import Complex, Heads, Words, inputs, refusal
@@ -439,6 +440,27 @@ def lost(rank, world, path):
     with open(f"{path}.error", "w", encoding="utf-8") as file:
         file.write(error)
     os._exit(0)  # the group is beyond a barrier
+
+
+def uneven(rank, world, path, ends):
+    """Rank 1 has more batches, under DDP's Join, and the user ends steps or does not; return gradients and messages."""
+    net = model()
+    ddp = DDP(net)
+    state, hook = _topk(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    gradients = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Capture(path, ddp) as capture, Join([ddp]):
+            ddp.register_comm_hook(*capture.wrap(state, hook))
+            for step in range(2 + 2 * rank):
+                optimizer.zero_grad()
+                gradients.append(alone(net, lambda m, s=step: plain_loss(m, rank, s)))
+                plain_loss(ddp, rank, step).backward()
+                optimizer.step()
+                if ends:
+                    capture.step()
+    return gradients, messages(caught)
 
 
 def hidden(rank, world, path, policy):
