@@ -181,3 +181,14 @@ def test_the_first_screen_is_right(name, tmp_path):
     assert not re.search(r"\bnan\b|\binf\b|\b1 (elements|layers|steps)\b", everything)
     warned = {question for question, row in rows.items() if row["warn"]}
     assert (DATA in warned) == (rows[DATA]["answer"] != "Yes")
+
+
+def test_gradients_that_alternate_are_seen_to(tmp_path):
+    # of two losses in turn; twenty of 39 steps at one distance are all of the same one
+    rng = np.random.default_rng(0)
+    sizes = [1.0, 10.0] * 19 + [1.0]
+    steps = [(size * rng.laplace(size=2000)).astype(np.float32) for size in sizes]
+    path = trace_of_steps(tmp_path / "run.zarr", steps)
+    (row,) = (r for r in gradstats.report(path) if r["question"] == MOVES)
+    assert row["answer"].startswith("Mean magnitude: no trend is told")
+    assert re.search(r"between (1|0\.9\d?|1\.0\d?) and (10|9\.\d)\.", row["numbers"]), row["numbers"]
