@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +20,7 @@ from capture.room import Room
 from capture.schedule import Retention, Schedule
 from capture.updates import Updates
 from capture.writer import BackgroundWriter, Snapshot, ThinningWriter
+from gradstats import errors
 from gradstats.hooks import Scaler
 from gradstats.hooks.torch_private import before_thread_pools_end
 from gradstats.primitives.ratio import shown
@@ -556,7 +556,7 @@ def warn(message: str) -> None:
     message : str
         The warning.
     """
-    warnings.warn(message, CaptureWarning, stacklevel=2)
+    errors.warn(message, CaptureWarning)
 
 
 def at_exit(close: Callable[[], Callable[[], object] | None]) -> None:

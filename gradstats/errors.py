@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import inspect
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -18,6 +20,7 @@ __all__ = [
     "options_of",
     "unknown",
     "unread",
+    "warn",
 ]
 
 
@@ -183,3 +186,24 @@ def unknown(what: str, given: object, names: Iterable[str]) -> InputError:
     if len(listed) > _LONGEST_LIST:
         listed = ", ".join([*names[:5], f"{len(names) - 5} more"])
     return InputError(f"no {what} {shown}; there are {listed}{hint}")
+
+
+_WITHIN = frozenset({"capture", "contextlib", "gradstats", "torch"})
+"""Packages whose lines are not the user's."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's program that led here.
+
+    Parameters
+    ----------
+    message : str
+        The warning.
+    category : type, optional
+        Its category.
+    """
+    # warnings has an argument for this from Python 3.12 on
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _WITHIN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from gradstats.errors import InputError, NonFiniteGradientError
+from gradstats.errors import InputError, NonFiniteGradientError, warn
 from gradstats.hooks.gradient import Pair
 from gradstats.primitives.ratio import shown
 
@@ -127,8 +126,7 @@ class Guard:
         self.hidden = self.hidden + 1 if problem and self.policy != "propagate" else 0
         # equal, not at least: one warning for each stretch of such steps
         if self.hidden == _PATIENCE:
-            warnings.warn(
+            warn(
                 f"gradients were not finite in {_PATIENCE} steps in a row, and nonfinite={self.policy!r} hides it; "
-                "with a loss scaler pass scaler=, so that it lowers its scale",
-                stacklevel=3,
+                "with a loss scaler pass scaler=, so that it lowers its scale"
             )

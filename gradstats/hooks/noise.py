@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.graph import get_gradient_edge
 
-from gradstats.errors import InputError
+from gradstats.errors import InputError, warn
 from gradstats.hooks.gradient import real_view
 from gradstats.hooks.torch_private import backward_pass
 from gradstats.hooks.units import local_part
@@ -208,7 +207,7 @@ class MicroBatches:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(message, stacklevel=6)
+            warn(message)
 
 
 class _Step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from gradstats.errors import warn
 
 __all__ = ["Notices"]
 
@@ -86,4 +86,4 @@ class Notices:
     def _say(self, kind: str, text: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
-            warnings.warn(text, stacklevel=5)
+            warn(text)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradstats.errors import InputError
+from gradstats.errors import InputError, warn
 from gradstats.hooks.torch_private import innermost_optimizer
 
 __all__ = [
@@ -191,4 +190,4 @@ class TakenGradients:
     def _say(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(message, stacklevel=5)
+            warn(message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, g
 import numpy as np
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError, unknown
+from gradstats.errors import InputError, unknown, warn
 from gradstats.primitives.arrays import Array, check, is_tensor
 
 if TYPE_CHECKING:
@@ -256,9 +255,8 @@ def triton_runs(index: int) -> bool:
     except Exception as error:
         # no compiler, no headers, a device too old: torch's operators read what it would
         why = " ".join(str(error).split())[:200]
-        warnings.warn(
-            f"Triton does not run here, so torch's operators read large CUDA tensors, at about half its speed: {why}",
-            stacklevel=2,
+        warn(
+            f"Triton does not run here, so torch's operators read large CUDA tensors, at about half its speed: {why}"
         )
         return False
 

@@ -82,6 +82,12 @@ def test_a_closure_takes_its_updates():
         assert exchanged == evaluated
 
 
+def test_warnings_point_at_the_users_lines():
+    assert run_ranks(1, exchanges.pointed_at) == [
+        ["loss_of(net, rank, step).backward()", "capture.step()"]
+    ]
+
+
 def test_adam_behind_sparse_error_feedback_is_said_once():
     for found in run_ranks(2, exchanges.adaptive):
         for name, messages in found.items():

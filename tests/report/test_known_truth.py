@@ -191,4 +191,6 @@ def test_gradients_that_alternate_are_seen_to(tmp_path):
     path = trace_of_steps(tmp_path / "run.zarr", steps)
     (row,) = (r for r in gradstats.report(path) if r["question"] == MOVES)
     assert row["answer"].startswith("Mean magnitude: no trend is told")
-    assert re.search(r"between (1|0\.9\d?|1\.0\d?) and (10|9\.\d)\.", row["numbers"]), row["numbers"]
+    assert re.search(r"between (1|0\.9\d?|1\.0\d?) and (10|9\.\d)\.", row["numbers"]), row[
+        "numbers"
+    ]

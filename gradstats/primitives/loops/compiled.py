@@ -19,7 +19,6 @@ import re
 import sys
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -39,6 +38,7 @@ from numba.extending import overload_method, register_jitable
 from numpy.typing import NDArray
 
 from gradstats.console import messages
+from gradstats.errors import warn
 
 __all__ = ["LOOPS", "Compiling", "Loop", "Written", "compiled", "has", "inner", "method", "unit"]
 
@@ -252,10 +252,9 @@ def _declared(kind: Any, annotation: str) -> Any:
 
 @cache
 def _warn_of_no_folder() -> None:
-    warnings.warn(
+    warn(
         "no folder for compiled code is writable, so every process compiles anew, which takes seconds: "
-        "set NUMBA_CACHE_DIR to one that is",
-        stacklevel=4,
+        "set NUMBA_CACHE_DIR to one that is"
     )
 
 

@@ -6,6 +6,8 @@ No `from __future__ import annotations`: DDP reads the hooks' annotations.
 import contextlib
 import copy
 import io
+import linecache
+import tempfile
 import warnings
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from workers import local_steps, sharded
 from workers.trainings import refusal, same_on_all_ranks, wrapped
 
+from capture import Capture
 from gradstats.compressors import Layerwise, TopK, make_compressor
 from gradstats.errors import GradstatsError
 from gradstats.hooks import (
@@ -610,6 +613,19 @@ def adaptive(rank, world):
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     found["sgd"] = said(lambda: steps(ddp, optimizer, rank))
     return found
+
+
+def pointed_at(rank, world):
+    """The lines that a state's and a capture's warnings point at, of a backward pass and a call."""
+    net = small()
+    ddp, _ = wrapped(net, TopK(0.1))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always")
+        steps(ddp, optimizer, rank)
+        with Capture(f"{folder}/a.zarr", small()) as capture:
+            capture.step()
+    return [linecache.getline(w.filename, w.lineno).strip() for w in caught]
 
 
 def steps(net, optimizer, rank):
