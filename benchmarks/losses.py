@@ -77,10 +77,13 @@ FEWEST = 5
 CORE = (DENSE, "topk", "dense-bf16", "dense-fp8")
 OTHERS = ("sidco-p", "topk without feedback", "topk of AdamW's steps", "ef-signsgd", "diloco")
 """Systems that are compared with top-k."""
-BESIDE = 0.01
-"""The ratio of top-k beside systems that have none."""
-PLACES = ("nearer", "same", "farther")
-"""Where a system may end beside top-k: nearer to dense, in the same place, or farther from it."""
+BESIDE = (0.1, 0.01)
+"""The ratios of top-k beside systems that have none: it sends more at one, and less at the other."""
+APART = 2.5
+"""How often the difference of the seeds two systems have to be apart: with two seeds each, and no difference of normal
+losses, 5 of 100 pairs are."""
+PLACES = ("nearer", "untold", "farther")
+"""Where a system may end beside top-k: nearer to dense, not told apart from it, or farther."""
 UNTUNED = ("dense-bf16", "dense-fp8")
 """Systems that train at the dense rate: they send every element, with fewer bits."""
 
@@ -175,10 +178,10 @@ def telling(found: Sequence[Row]) -> list[Row]:
 
 def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: float | None) -> Row:
     chosen = SYSTEMS[system]
-    keeps = chosen.get("error_feedback", True) and not system.startswith("dense")
     row: Row = {"rule": chosen["compressor"], "ratio": ratio}
     memory = "adam" if "adam_correction" in chosen else "residual"
-    row |= {"memory": memory if keeps else "none"}
+    # fewer bits have it, too: of what rounding takes off
+    row |= {"memory": memory if chosen.get("error_feedback", True) else "none"}
     row |= {"format": {"dense-bf16": "bfloat16", "dense-fp8": "fp8"}.get(system, "float32")}
     return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
 
@@ -210,55 +213,102 @@ def _short(losses: Sequence[Row], piece: str, local: bool = False) -> Iterator[R
 
 
 def farther(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Tell whether one ended farther from dense than the other, by more than the seeds of either differ."""
+    """Tell whether one ended farther from dense than the other, by more than :data:`APART` times what seeds differ by.
+
+    What diverged is farther than what did not.
+    """
+    if DIVERGED in (*one, *other):
+        return DIVERGED in one and DIVERGED not in other
     spread = max(max(each) - min(each) for each in (one, other))
-    return statistics.fmean(one) - statistics.fmean(other) > spread
+    return statistics.fmean(one) - statistics.fmean(other) > APART * spread
 
 
 def beside_topk(losses: Sequence[Row]) -> list[Row]:
     """Return where each of :data:`OTHERS` ended beside top-k, by ratio and optimizer: trainings by name.
 
-    What has no ratio is compared with top-k at :data:`BESIDE`.
+    What has no ratio is compared with top-k at those of :data:`BESIDE`. ``times`` is the median of its bytes in a step
+    over those of top-k. A training with one judging seed has no difference of seeds, and is left out.
     """
     each = {
-        piece: {(system, ratio): above for system, ratio, above, _ in _above(losses, piece)}
+        piece: {
+            (system, ratio): (above, sent)
+            for system, ratio, above, sent in _above(losses, piece)
+            if len(above) > 1
+        }
         for piece in PIECES
     }
     rows = []
     for system, ratio, optimizer in product(OTHERS, RATIOS, ("sgd", "adamw")):
         fixed = SYSTEMS[system].get("ratio")
-        if fixed and ratio != BESIDE:
+        if fixed and ratio not in BESIDE:
             continue
         row: Row = {"system": system, "ratio": ratio, "optimizer": optimizer, "above": []}
         row |= {place: [] for place in PLACES}
+        # bytes are those of an exchange
+        steps, times = SYSTEMS[system].get("local_steps") or 1, []
         for piece, found in each.items():
             training, of = piece.split("/")
             mine, topk = found.get((system, fixed or ratio)), found.get(("topk", ratio))
             if of == optimizer and training not in UNJUDGED and mine and topk:
-                row[_place(mine, topk)].append(training)
-                row["above"] += mine
+                row[_place(mine[0], topk[0])].append(training)
+                row["above"] += mine[0]
+                if mine[1] and topk[1]:
+                    times.append(mine[1] / steps / topk[1])
         if row["above"]:
-            rows.append(row)
+            rows.append(row | {"times": statistics.median(times) if times else math.nan})
     return rows
+
+
+def beside_said(rows: Sequence[Row]) -> str:
+    """Return the counts of :func:`beside_topk` over both optimizers, at the three ratios, as a list in Markdown."""
+
+    def count(system: str, place: str, ratio: float) -> int:
+        mine = [r for r in rows if (r["system"], r["ratio"]) == (system, ratio)]
+        return sum(len(r[place]) for r in mine)
+
+    def of(system: str, ratio: float) -> int:
+        return sum(count(system, place, ratio) for place in PLACES)
+
+    def by_ratio(system: str, place: str) -> str:
+        return " · ".join(
+            f"{count(system, place, ratio)} of {of(system, ratio)}" for ratio in RATIOS
+        )
+
+    found = [
+        f"{name}: nearer in {by_ratio(system, 'nearer')}, farther in {by_ratio(system, 'farther')}."
+        for system, name in (
+            ("sidco-p", "`sidco-p`"),
+            ("topk without feedback", "Top-k without feedback"),
+            ("topk of AdamW's steps", "Top-k of AdamW's steps"),
+        )
+    ]
+    for system, name in (("ef-signsgd", "`ef-signsgd`"), ("diloco", "Ten local steps")):
+        parts = [
+            f"beside `topk` at {ratio:g} nearer in {count(system, 'nearer', ratio)} of {of(system, ratio)} and farther "
+            f"in {count(system, 'farther', ratio)}" for ratio in BESIDE
+        ]  # fmt: skip
+        found.append(f"{name}: {', '.join(parts)}.")
+    return "\n".join(f"- {each}" for each in found)
 
 
 def _place(one: Sequence[float], other: Sequence[float]) -> str:
     """Return where one ended beside the other: one of :data:`PLACES`."""
     if farther(one, other):
         return "farther"
-    return "nearer" if farther(other, one) else "same"
+    return "nearer" if farther(other, one) else "untold"
 
 
 def beside_table(rows: Sequence[Row]) -> str:
     """Return what :func:`beside_topk` found as Markdown."""
-    heads = "system | ratio: | optimizer | trainings: | nearer: | the same: | farther: | above dense, %:"
+    heads = "system | `topk`: | bytes ÷ its: | optimizer | trainings: | "
+    heads += "nearer: | not told: | farther: | above dense, %:"
     lines = []
     for row in rows:
         counts = [len(row[place]) for place in PLACES]
         optimizer = {"sgd": "SGD", "adamw": "AdamW"}[row["optimizer"]]
         numbers = map(str, (sum(counts), *counts))
-        ratio = "–" if "ratio" in SYSTEMS[row["system"]] else f"{row['ratio']:g}"
-        lines.append([f"`{row['system']}`", ratio, optimizer, *numbers, _cell(row["above"])])
+        beside = [f"{row['ratio']:g}", f"{row['times']:.2g}"]
+        lines.append([f"`{row['system']}`", *beside, optimizer, *numbers, _cell(row["above"])])
     return grid(heads, lines)
 
 
@@ -455,11 +505,15 @@ def main() -> None:
     judging = telling(found)
     made = held_out(judging)
     tables = {"losses": table(found), "local-steps": local_table(losses)}
-    tables |= {"beside-topk": beside_table(beside_topk(losses))}
+    beside = beside_topk(losses)
+    tables |= {"beside-topk": beside_table(beside), "beside-said": beside_said(beside)}
     tables |= {"predictors": predicted(judging), "held-out": judged(made)}
     show(tables, options.write, PAGE)
     if options.write:
-        rest = {k: v for k, v in made.items() if k != "rows"}
+        # what advice was not judged by is not hidden
+        rest = {k: v for k, v in made.items() if k != "rows"} | {
+            "left_out": len(found) - len(judging)
+        }
         dump = {"held_out": rest, "trainings": judging}
         EVIDENCE.write_text(json.dumps(dump, indent=1) + "\n", encoding="utf-8")
 

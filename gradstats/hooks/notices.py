@@ -79,8 +79,8 @@ class Notices:
             "adaptive",
             f"{optimizer} behind sparse error feedback: updates come late and bunched, their squares say less of an "
             "element's gradient, and training loses against a dense run what SGD does not lose. At ratios of 0.01 "
-            "and below memory=AdamCorrection() with SGD at the same learning rate mostly ended nearer to dense, at 0.1 "
-            "mostly not (docs/losses.md): compare with a dense run, as gradstats.Trial does",
+            "and below memory=AdamCorrection() with SGD at the same learning rate ended nearer to dense in some "
+            "trainings and farther in others (docs/losses.md): compare with a dense run, as gradstats.Trial does",
         )
 
     def _say(self, kind: str, text: str) -> None:

@@ -195,8 +195,9 @@ class Trial:
 
     Notes
     -----
-    Losses of the first `steps` steps say nothing of later ones: error feedback hurts most early, and a learning rate
-    that falls may close a gap or show one. The losses are those that `train` yields, of held-out data if it so chooses.
+    Losses of the first `steps` steps say nothing of later ones: in longer trainings the gap to dense grew, and a
+    learning rate that falls may close one or show one. The losses are those that `train` yields, of held-out data if
+    it so chooses.
 
     PyTorch's own random state is seeded for each run and restored; Python's and NumPy's are the training's to seed.
 

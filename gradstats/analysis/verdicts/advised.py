@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
+from gradstats.tables import format_uncertain
 
 __all__ = [
     "FEWEST_ALIKE",
@@ -49,8 +50,9 @@ def what_to_try(
     optimizer : str or None
         Name of the training's optimizer, if it is known.
     held : mapping of str to object or None
-        What came of advice for trainings that it was made without: tolerance, within, of, settings; None if that advice
-        was made otherwise, with another tolerance or by a plan.
+        What came of advice for trainings that it was made without: tolerance, within, of, settings, and left_out,
+        trainings that it was not judged by; None if that advice was made otherwise, with another tolerance or by a
+        plan.
     planned : bool
         Whether a plan says which settings are faster than dense averaging.
     nonzero : float
@@ -78,7 +80,16 @@ def what_to_try(
         )
     if best["rule"] == "none":
         headline = "Don't compress"
-        if any(r["acceptable"] for r in known):
+        good = [r for r in known if r["acceptable"]]
+        # a plan may know nothing of a setting
+        if faster := [r for r in good if r["speedup"] > 1]:
+            fastest = max(faster, key=lambda r: r["speedup"])
+            times = format_uncertain(*(fastest[f"speedup{end}"] for end in ("", "_low", "_high")))
+            said = (
+                f"By the plan a step with {setting_of(fastest)}, which kept the loss, is {times} times as fast as "
+                "dense: it may be slower."
+            )
+        elif good:
             said = "By the plan no setting that kept the loss is faster than dense averaging."
         else:
             most = max(known, key=lambda r: r["bytes"])
@@ -96,15 +107,18 @@ def what_to_try(
         )
         if planned:
             said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
+        else:
+            said += " It is chosen by its bytes, which are not time: a link tells."
         less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
         if less:
             said += f" {setting_of(less[-1])} ended {less[-1]['reason']}."
     kept = "These are short trainings of small models."
     if held and best["rule"] != "none":
         always = f", always by {held['settings'][0]}" if len(held["settings"]) == 1 else ""
+        but = f", without {held['left_out']} whose loss says little" if held["left_out"] else ""
         kept = (
             f"Made without the training that it was judged on, such advice ended within {100 * held['tolerance']:g} % "
-            f"of dense in {held['within']} of {held['of']}{always}; these are short trainings of small models."
+            f"of dense in {held['within']} of {held['of']}{always}{but}; these are short trainings of small models."
         )
     return Verdict(headline, "\n".join((said, kept, _TRY)))
 
