@@ -28,10 +28,10 @@ from capture.taps.layout import Layout
 from capture.taps.parts import UnitsOption
 from capture.taps.plain import PlainTap
 from capture.taps.shards import Sharding, ShardTap
-from capture.taps.tap import Tap, several
+from capture.taps.tap import Tap
 from capture.taps.watch import BackwardWatch
 from capture.updates import Updates, optimizers_of
-from gradstats.errors import InputError
+from gradstats.errors import InputError, several
 from gradstats.files import refuse_address
 from gradstats.hooks import LocalSteps, Scaler
 from gradstats.hooks.facts import Facts
@@ -197,6 +197,9 @@ class Capture(Facts):
         _check_options(kinds, store, dtype)
         optimizers = optimizers_of(optimizer, kinds)
         check_count(buffers, "buffers")
+        start_step = check_count(start_step, "start_step", 0)
+        if total_steps is not None:
+            total_steps = check_count(total_steps, "total_steps")
         refuse_address(path)  # before any rank waits for another
         self.path = Path(path)
         self.schedule = as_schedule(schedule)

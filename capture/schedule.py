@@ -137,8 +137,9 @@ def logarithmic(per_decade: int = 10) -> Schedule:
     >>> [s for s in range(120) if s in logarithmic(3)]
     [0, 1, 2, 5, 10, 22, 46, 100]
     """
-    if per_decade < 1:
-        raise InputError(f"per_decade must be at least 1, not {per_decade}")
+    from gradstats.primitives.ratio import check_count
+
+    per_decade = check_count(per_decade, "per_decade")
 
     def includes(step: int) -> bool:
         # a step of 0 has no logarithm, and belongs to the set

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from capture.copies import Copies, Values
-from gradstats.errors import InputError
+from gradstats.errors import InputError, several
 from gradstats.hooks.optimizers import closure_of, parameters_of
 from gradstats.hooks.torch_private import backward_pass, innermost_optimizer
 from gradstats.hooks.units import local_part
@@ -52,8 +52,8 @@ def optimizers_of(given: Any, kinds: Sequence[Kind] | None) -> list[torch.optim.
         raise InputError(
             f"optimizer= is for the kinds {names}: name them, as in kinds=['gradient', 'update']"
         )
-    several = list(given) if isinstance(given, list | tuple) else [given]
-    found = [innermost_optimizer(each) for each in several]
+    each_given = list(given) if isinstance(given, list | tuple) else [given]
+    found = [innermost_optimizer(each) for each in each_given]
     for each in found:
         # private, but it is what register_step_pre_hook() fills: without it there are no hooks
         if not hasattr(each, "_optimizer_step_pre_hooks"):
@@ -196,7 +196,7 @@ class Updates:
             if lost and "update" in arrays:
                 self._warns(
                     "held",
-                    f"the updates of {', '.join(lost[:5])}{' and more' if lost[5:] else ''} are NaN in the trace: no "
+                    f"the updates of {several(lost)} are NaN in the trace: no "
                     "optimizer that the Capture was given holds them, or another one stepped in its place",
                 )
         self.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -18,6 +18,7 @@ __all__ = [
     "first_line",
     "of_the_machine",
     "options_of",
+    "several",
     "unknown",
     "unread",
     "warn",
@@ -186,6 +187,17 @@ def unknown(what: str, given: object, names: Iterable[str]) -> InputError:
     if len(listed) > _LONGEST_LIST:
         listed = ", ".join([*names[:5], f"{len(names) - 5} more"])
     return InputError(f"no {what} {shown}; there are {listed}{hint}")
+
+
+def several(names: Sequence[str]) -> str:
+    """Return some of many names.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names, one or more.
+    """
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 _WITHIN = frozenset({"capture", "contextlib", "gradstats", "torch"})

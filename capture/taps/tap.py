@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from capture.recorder import Contents, Phase, Recorder
 from capture.states import Reports, records_steps, step_columns, unnamed, usual_kinds
 from capture.taps.layout import Layout
-from gradstats.errors import InputError
+from gradstats.errors import InputError, several
 from gradstats.hooks.torch_private import comm_hooks
 from gradstats.trace import Kind
 
-__all__ = ["Tap", "check_no_hook", "several"]
+__all__ = ["Tap", "check_no_hook"]
 
 
 def check_no_hook(ddp: weakref.ref[DistributedDataParallel] | None) -> None:
@@ -41,17 +41,6 @@ def check_no_hook(ddp: weakref.ref[DistributedDataParallel] | None) -> None:
             "gradient: make the Capture first, and register the hook by "
             f"ddp.register_comm_hook(*capture.wrap(state, {names[0]}))"
         )
-
-
-def several(names: Sequence[str]) -> str:
-    """Return some of many names.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Names, one or more.
-    """
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class Tap(ABC):

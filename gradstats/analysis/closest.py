@@ -179,9 +179,9 @@ def law_pairs(
     -------
     Records
         One record per trace, rank, kind, pair of steps and law: fitted (step), judged (the next step; the same where a
-        series has one step), model, method, by_layer, log_quantile (ratio → ln(η of the law ÷ exact)), tail_error
-        (the largest of their magnitudes), chance (1.96 standard errors of the exact threshold at its least certain, of
-        independent elements) and k (the elements beyond that threshold).
+        series has one step that is not all zero), model, method, by_layer, log_quantile (ratio → ln(η of the law ÷
+        exact)), tail_error (the largest of their magnitudes), chance (1.96 standard errors of the exact threshold at
+        its least certain, of independent elements) and k (the elements beyond that threshold).
 
     Raises
     ------
@@ -201,8 +201,8 @@ def law_pairs(
     for (trace, rank, kind), rows in series.items():
         # of zeros there is no law, nor a threshold to judge one by: two networks that train in turn alternate with them
         known = sorted((r for r in rows if r["exact"]), key=lambda r: r["step"])
-        # a series of one step has no other to judge by
-        alone = [(r, r) for r in known if len(rows) == 1]
+        # a series of one step that tells has no other to judge by
+        alone = [(r, r) for r in known if len(known) == 1]
         for one, other in [*pairwise(known), *alone]:
             for (model, fitted_by, by_layer), thresholds in one["laws"].items():
                 errors = {

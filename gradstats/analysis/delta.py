@@ -236,7 +236,7 @@ def _checkpoints(
             raise InputError(
                 f"{source.name} holds {some(kinds) or 'nothing'}, and no weights: capture kind weight, or give files"
             )
-        ranks = None if rank is None else [rank]
+        ranks = [rank] if weights and rank is not None else None
         keys = source.select(steps=steps if weights else None, ranks=ranks, kinds=weights)
         first = min(r for r, _, _ in keys)
         keys = [key for key in keys if key[0] == first]

@@ -18,7 +18,7 @@ from gradstats.console import followed, no_progress
 from gradstats.errors import GradstatsError, InputError
 from gradstats.primitives import select
 from gradstats.primitives.arrays import as_numpy, as_positions
-from gradstats.primitives.sketch import BITS, Sketch, merge, sketch
+from gradstats.primitives.sketch import Sketch, merge, sketch
 from gradstats.registry import loaded_files
 from gradstats.statistics.compressibility import in_order
 from gradstats.tables import Records
@@ -142,7 +142,6 @@ def plan_sketches(
     key: Key,
     *,
     parameters: Collection[str] = (),
-    bits: int = BITS,
 ) -> Any:
     """Submit the sketches of one gradient.
 
@@ -156,8 +155,6 @@ def plan_sketches(
         Rank, kind and step of the gradient.
     parameters : collection of str, optional
         Names of parameters that get a sketch of their own.
-    bits : int, optional
-        Mantissa bits of the sketches.
 
     Returns
     -------
@@ -168,10 +165,9 @@ def plan_sketches(
     if source.sketched(*key[:2]):
         return submit(_stored, source, key, wanted)
     parts = [
-        submit(_sketch_piece, source, key, spans, bits)
-        for spans in _pieces(source, bool(parameters))
+        submit(_sketch_piece, source, key, spans) for spans in _pieces(source, bool(parameters))
     ]
-    return submit(_put_together, parts, wanted, bits)
+    return submit(_put_together, parts, wanted)
 
 
 def _pieces(source: Source, per_layer: bool) -> list[list[tuple[int, int, int]]]:
@@ -192,22 +188,22 @@ def _pieces(source: Source, per_layer: bool) -> list[list[tuple[int, int, int]]]
 
 
 def _sketch_piece(
-    source: Source, key: Key, spans: list[tuple[int, int, int]], bits: int
+    source: Source, key: Key, spans: list[tuple[int, int, int]]
 ) -> list[tuple[int, Sketch]]:
     start, stop = spans[0][1], spans[-1][2]
     # one read for all layers of the piece
     values = source.elements(*key, start, stop)
-    return [(layer, sketch(values[a - start : b - start], bits)) for layer, a, b in spans]
+    return [(layer, sketch(values[a - start : b - start])) for layer, a, b in spans]
 
 
 def _put_together(
-    parts: list[list[tuple[int, Sketch]]], wanted: list[str | None], bits: int
+    parts: list[list[tuple[int, Sketch]]], wanted: list[str | None]
 ) -> dict[str, Sketch]:
     by_layer: dict[int, list[Sketch]] = {}
     for layer, piece in itertools.chain.from_iterable(parts):
         by_layer.setdefault(layer, []).append(piece)
     # merge takes one sketch at least, and a gradient or a layer may have no elements
-    empty = [sketch(np.empty(0, np.float32), bits)]
+    empty = [sketch(np.empty(0, np.float32))]
     result = {"all": merge([s for part in parts for _, s in part] or empty)}
     for i, name in enumerate(wanted):
         if name is not None:

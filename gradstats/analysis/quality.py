@@ -75,7 +75,7 @@ def noise_floor(k: int, cluster: float = 1.0) -> float:
     return Z95 * math.sqrt(cluster / k) if k else math.inf
 
 
-def fitted_floor(k: int, ratio: float, cluster: float = 1.0) -> float:
+def fitted_floor(k: int, ratio: float) -> float:
     """Return the noise floor of k̂/k for a Laplace whose scale is estimated from the same sample.
 
     The scale goes up with the sample's tail, so less is left to chance: at a ratio of 0.1 three fifths of
@@ -87,17 +87,15 @@ def fitted_floor(k: int, ratio: float, cluster: float = 1.0) -> float:
         Number of elements asked for.
     ratio : float
         Kept fraction δ, in (0, 1].
-    cluster : float, optional
-        Number of neighbours that are large together; 1 for independent elements.
 
     Returns
     -------
     float
-        1.96 √(cluster (1 − δ − δ ln²δ)/k), the interval is 1 ± this; infinite for k = 0.
+        1.96 √((1 − δ − δ ln²δ)/k), the interval is 1 ± this; infinite for k = 0.
     """
     # rounding at a ratio of 1, where nothing is left to chance
     left = max(1 - ratio - ratio * math.log(ratio) ** 2, 0.0)
-    return noise_floor(k, cluster) * math.sqrt(left)
+    return noise_floor(k) * math.sqrt(left)
 
 
 def inner_90(values: NDArray[np.floating]) -> tuple[float, float]:
@@ -559,6 +557,8 @@ def _summary(series: list[dict[str, Any]]) -> dict[str, Any]:
     records = telling(series) or series
     values = np.array([r["quality"] for r in records])
     designs = [r["design"] for r in records if math.isfinite(r["design"])]
+    # NaN where fewer elements are not zero than were asked for
+    errors = [r["energy_error"] for r in records if math.isfinite(r["energy_error"])]
     k = records[0]["k"]
     low, high = inner_90(values)
     floor = noise_floor(k)
@@ -583,7 +583,7 @@ def _summary(series: list[dict[str, Any]]) -> dict[str, Any]:
         "n": len(records),
         "k": k,
         "fresh": float(np.mean([r["fresh"] for r in records])),
-        "energy_error": float(np.mean([r["energy_error"] for r in records])),
+        "energy_error": float(np.mean(errors)) if errors else math.nan,
         "design": float(np.median(designs)) if designs else math.nan,
         "floor": floor,
         "floor_low": 1 - floor,

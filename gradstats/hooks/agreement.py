@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -127,6 +128,10 @@ def described(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, s
     tuple of str
         Name and text.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.tensor(value)
     if isinstance(value, _PLAIN):
         yield name, _text(value)
     elif isinstance(value, torch.Tensor):
@@ -156,7 +161,11 @@ def _options(value: object) -> Iterator[tuple[str, Any]]:
         yield from ((f.name, getattr(value, f.name)) for f in fields(value))
         return
     has = getattr(value, "__dict__", {})
-    names = [n for n in inspect.signature(type(value)).parameters if n not in _ELSEWHERE]
+    try:
+        parameters = inspect.signature(type(value)).parameters
+    except ValueError:  # of a type made in C, such as torch.Generator
+        return
+    names = [n for n in parameters if n not in _ELSEWHERE]
     seen: set[int] = set()
     for name in names:
         # constructors keep their arguments under the same names, or with an underscore before

@@ -82,6 +82,10 @@ class Applied:
         self._taken.clear()
         self._overflows.clear()
 
+    def leave(self) -> None:
+        """Note that a step failed, and with it the optimizer's step that it was within: PyTorch tells nobody."""
+        self._within = False
+
     def take(self) -> None:
         """Count the last update as applied."""
         self._stepped = True

@@ -153,13 +153,8 @@ def _checksums(content: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def refusing(what: str = "checkpoint") -> Iterator[None]:
-    """Turn whatever a strange entry makes Python raise into one line.
-
-    Parameters
-    ----------
-    what : str
-        What is read inside.
+def refusing() -> Iterator[None]:
+    """Turn whatever a strange entry of a checkpoint makes Python raise into one line.
 
     Raises
     ------
@@ -172,7 +167,7 @@ def refusing(what: str = "checkpoint") -> Iterator[None]:
         raise
     except Exception as error:
         raise InputError(
-            f"the {what} does not fit: {type(error).__name__}: {_plain(first_line(error))}"
+            f"the checkpoint does not fit: {type(error).__name__}: {_plain(first_line(error))}"
         ) from None
 
 

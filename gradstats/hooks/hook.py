@@ -75,9 +75,9 @@ def compression_hook(
     if joined:
         state.join()
     with state.naming_step():
-        step = state.current
+        step = state.in_progress
         # DDP passes over buckets, the first or the last too, with skip_all_reduce_unused_params
-        if bucket.index() <= step.bucket or step.bucket < 0:
+        if step is None or bucket.index() <= step.bucket or step.bucket < 0:
             step = state.begin(buffer.device)
             # where DDP passes over the last bucket, no bucket says that it is the last
             before_finalizing(lambda: _exchange(state, step, skipped=True))

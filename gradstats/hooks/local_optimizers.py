@@ -49,7 +49,8 @@ class LocalOptimizers:
         outer: torch.optim.Optimizer,
     ) -> None:
         given = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-        self.each = [innermost_optimizer(each) for each in given]
+        # one given twice, as with a wrapper of it, is one
+        self.each = list({id(o): o for o in map(innermost_optimizer, given)}.values())
         # an empty list has no optimizer either, and is refused alike
         for one in self.each or [None]:
             if not isinstance(one, torch.optim.Optimizer):

@@ -494,7 +494,12 @@ class LocalSteps(Facts):
         (fragment,) = self._fragments
         self._check_known()
         pairs = [
-            (p, torch.zeros_like(local_values(p)) if p.grad is None else local_values(p.grad))
+            (
+                p,
+                torch.zeros_like(local_values(p))
+                if p.grad is None
+                else _dense(local_values(p.grad)),
+            )
             for _, p in fragment.named
         ]
         self._watcher.before(pairs)
@@ -505,6 +510,11 @@ class LocalSteps(Facts):
     def _count(self) -> None:
         self.step += 1
         self._count_exchange()
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a dense tensor: that of nn.Embedding(sparse=True) has no order to exchange it in."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

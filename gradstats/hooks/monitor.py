@@ -222,6 +222,10 @@ class Monitor(Facts):
         for name in limits:
             if name not in _NAMES:
                 raise unknown("quantity of a monitor", name, _NAMES)
+        limits = {
+            name: check_number(x, f"trigger {name!r}", 0, math.inf, "[)")
+            for name, x in limits.items()
+        }
         self._trigger = Trigger(limits, check_count(following, "following"))
         self._next = check_count(start_step, "start_step", 0)
         # names without the wrappers' prefixes, as state_dict() of the model has them

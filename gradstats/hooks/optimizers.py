@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradstats.errors import InputError, warn
+from gradstats.errors import InputError, several, warn
 from gradstats.hooks.torch_private import innermost_optimizer
 
 __all__ = [
@@ -166,10 +166,9 @@ class TakenGradients:
         # reached and gone: an unused parameter was not reached, and is none of these
         taken = [name for name, p in self._layers if p.grad is None and id(p) in self._reached]
         if taken:
-            names = ", ".join(taken[:5]) + (f" and {len(taken) - 5} more" if taken[5:] else "")
             self._say(
-                f"a monitor finds no gradient of {names}, which a backward pass has reached: an optimizer in the "
-                "backward pass has taken it, or it was set to None before; it is left out of all numbers"
+                f"a monitor finds no gradient of {several(taken)}, which a backward pass has reached: an optimizer in "
+                "the backward pass has taken it, or it was set to None before; it is left out of all numbers"
             )
         elif not found:
             self._say(

@@ -242,10 +242,15 @@ class CompressionState(Facts):
         return self._setup.guard.policy
 
     @property
+    def in_progress(self) -> Step | None:
+        """The step in progress, if there is one. The hook's."""
+        return self._current
+
+    @property
     def current(self) -> Step:
         """The step in progress; one without gradients if a capture asks before the first bucket. The hook's."""
         if self._current is None:
-            # asked once a step: on an accelerator it waits, and all buckets must be divided by the same
+            # once a step, and once more for a capture: on an accelerator it waits, and all buckets are divided by one
             scale = loss_scale(self.scaler)
             self._discard_if_unapplied(scale)
             self._current = Step(self._setup, self.step, scale)
@@ -548,6 +553,7 @@ class CompressionState(Facts):
         except BaseException as error:
             # after an interrupt, too: half a step must not be taken for the beginning of the next
             self._drop_step()
+            self._setup.applied.leave()
             if isinstance(error, ExchangeError):
                 raise ExchangeError(f"step {self.step}: {error}") from error
             raise

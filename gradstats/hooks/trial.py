@@ -76,8 +76,8 @@ def decide(above: Sequence[float], tolerance: float, pairs: int) -> tuple[Decisi
     Notes
     -----
     Each bound is Student's t for the mean of the pairs. A decision may fall after 3, about half of, and all pairs, so
-    each look spends a third of :data:`LEVEL` (Bonferroni): over all looks, either wrong decision has at most that share
-    if the differences are normal.
+    each look spends an equal share of :data:`LEVEL` (Bonferroni): over all looks, either wrong decision has at most
+    that share if the differences are normal.
     """
     from scipy.special import stdtrit
 

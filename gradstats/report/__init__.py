@@ -6,7 +6,9 @@ import inspect
 import platform
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +28,7 @@ from gradstats.report.questions import QUESTIONS, SHOULD, Verdict, argument_of, 
 from gradstats.report.sections import run, section
 from gradstats.tables import Records
 from gradstats.trace import Kind
-from gradstats.trace.sources import TraceSource, open_source
+from gradstats.trace.sources import Source, TraceSource, open_source
 from gradstats.version import __version__
 
 __all__ = ["write_report"]
@@ -68,7 +70,7 @@ def write_report(
     """
     # a mapping or an array is one source; only lists and tuples are several
     several = sources if isinstance(sources, list | tuple) else [sources]
-    opened = [open_source(source) for source in several]
+    opened = _told_apart([open_source(source) for source in several])
     with progress_bar() as bar:
         task = bar.add_task("report", total=(STAGES + 1) * len(opened))
         measured, sections = [], []
@@ -122,6 +124,19 @@ __signature__ = inspect.signature(write_report)
 
 _Answers: TypeAlias = list[tuple[Measured, Kind, dict[str, Verdict]]]
 """What the first screen answers of every source and kind."""
+
+
+def _told_apart(sources: Sequence[Source]) -> list[Source]:
+    """Return sources that are told apart by their names: two traces of one name in two folders by their paths."""
+    times = Counter(source.name for source in sources)
+    found: list[Source] = []
+    for i, source in enumerate(sources, 1):
+        if times[source.name] > 1:
+            # a copy, for the user may have more to do with the source
+            source, name = copy(source), argument_of(source)
+            source.name = f"{name} ({i})" if name in {each.name for each in found} else name
+        found.append(source)
+    return found
 
 
 def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:

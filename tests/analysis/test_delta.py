@@ -216,6 +216,11 @@ def test_a_trace_of_weights_is_as_many_checkpoints_as_it_has_steps(tmp_path):
         gradstats.delta(str(DATA / "resnet20.zarr"))
 
 
+def test_a_rank_is_one_of_traces_and_files_have_none():
+    before, after = weights(), stepped(weights())
+    assert list(gradstats.delta(before, after, rank=1)) == list(gradstats.delta(before, after))
+
+
 def test_layers_that_differ_are_left_out_and_said():
     a, b = weights(), stepped(weights())
     b["body"] = b["body"].T.copy()

@@ -173,6 +173,18 @@ def played(estimator, values, ratio=0.01, layer="all"):
     ]
 
 
+def test_an_error_that_a_gradient_does_not_have_is_left_out():
+    # of fewer non-zero elements than k, such as of a step between two of another network
+    records = played("a", [1.0, 1.0, 1.0])
+    for record, error in zip(records, (0.1, np.nan, 0.3), strict=True):
+        record["energy_error"] = error
+    (summary,) = summarise(records)
+    assert summary["energy_error"] == pytest.approx(0.2)
+    for record in records:
+        record["energy_error"] = np.nan
+    assert np.isnan(summarise(records)[0]["energy_error"])
+
+
 def test_the_mean_over_a_run_has_an_interval(trace_path):
     rng = np.random.default_rng(0)
     values = 1 + 0.1 * np.diff(rng.standard_normal(51))  # no step goes on as the last one did

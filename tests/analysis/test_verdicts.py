@@ -266,6 +266,13 @@ def test_a_law_far_beyond_chance_is_refused_of_few_elements(tmp_path):
     assert said["Pareto 0.8"] == "Too few elements to tell laws apart"
 
 
+def test_one_gradient_beside_zeros_is_judged_by_itself(tmp_path):
+    x = gradients()["laplace"][0]
+    laws = closest_laws(law_pairs(trace_of(tmp_path / "run.zarr", [np.zeros_like(x), x])))
+    assert "laplace" in {law["model"] for law in laws}
+    assert {(law["predictive"], law["pairs"]) for law in laws} == {(False, 1)}
+
+
 def test_steps_are_spread_from_first_to_last(tmp_path):
     assert evenly([*range(10)], 3) == [0, 4, 9]
     assert evenly([3, 7], 6) == [3, 7]

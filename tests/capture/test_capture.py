@@ -318,8 +318,22 @@ def test_schedules():
         at([-1])
     with pytest.raises(InputError):
         logarithmic(0)
+    with pytest.raises(InputError, match="per_decade must be a whole number"):
+        logarithmic(float("nan"))
     with pytest.raises(InputError, match="before= is a schedule"):
         recent(3, before=lambda step: True)
+
+
+def test_numbers_that_a_capture_cannot_use_are_refused_before_the_training(tmp_path):
+    for options in (
+        {"total_steps": 500.0},
+        {"start_step": 2.5},
+        {"start_step": -3},
+        {"start_step": "3"},
+    ):
+        with pytest.raises(InputError, match=f"{next(iter(options))} must be"):
+            Capture(tmp_path / "a.zarr", torch.nn.Linear(2, 2), **options)
+    assert not [*tmp_path.iterdir()]
 
 
 @given(st.integers(1, 20), st.integers(0, 6))

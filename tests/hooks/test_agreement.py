@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -41,6 +42,17 @@ def test_every_option_is_described(name):
     make, other = OPTIONS[name]
     assert dict(described("x", make())) == dict(described("x", make()))
     assert dict(described("x", make())) != dict(described("x", make(**other)))
+
+
+def test_numbers_of_numpy_are_numbers_and_a_type_made_in_c_has_no_options():
+    for one, other in (
+        (np.float32(1), np.float32(1000)),
+        (np.int64(0), np.int64(50)),
+        (np.array([1.0, 2.0]), np.array([1.0, 3.0])),
+    ):
+        assert dict(described("x", one)) != dict(described("x", other))
+    assert dict(described("x", np.float64(1))) == dict(described("x", 1))
+    assert dict(described("x", torch.Generator())) == {"x": "torch._C.Generator"}
 
 
 @every("name", [name for name in COMPRESSORS if name != "none"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
 from workers import exchanges
 
-from gradstats.compressors import make_compressor
-from gradstats.errors import InputError
+from gradstats.compressors import TopK, make_compressor
+from gradstats.errors import InputError, NonFiniteGradientError
+from gradstats.hooks import CompressionState, LocalSteps, compression_hook
 
 pytestmark = pytest.mark.distributed
 
@@ -75,6 +78,67 @@ def test_units_of_a_sharded_model():
 
 def test_local_steps_go_back():
     assert run_ranks(2, exchanges.local) == [[(1, True, True, True), (1, True, True, True)]] * 2
+
+
+def test_the_loss_scale_is_asked_for_once_a_step(one_rank, monkeypatch):
+    asked = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    get = scaler.get_scale
+    monkeypatch.setattr(scaler, "get_scale", lambda: asked.append(1) or get())
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 2))
+    state = CompressionState(TopK(0.5), scaler=scaler)
+    ddp.register_comm_hook(state, compression_hook)
+    for step in range(1, 4):
+        scaler.scale(ddp(torch.ones(1, 3)).sum()).backward()
+        # an accelerator would wait each time
+        assert (state.step, len(asked)) == (step, step)
+
+
+def test_an_optimizer_that_failed_in_its_closure_takes_nothing(one_rank):
+    net = torch.nn.Linear(3, 2)
+    ddp = DistributedDataParallel(net)
+    state = CompressionState(TopK(0.5))
+    ddp.register_comm_hook(state, compression_hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def backward(factor=1.0):
+        optimizer.zero_grad()
+        (factor * ddp(torch.ones(1, 3)).sum()).backward()
+
+    optimizer.step(backward)
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step(lambda: backward(float("nan")))
+    backward()
+    assert state.step == 2
+    # nothing has taken that one
+    with pytest.warns(UserWarning, match="no optimizer took the update of step 1"):
+        backward()
+    assert state.step == 2
+
+
+def test_an_optimizer_given_twice_is_one(one_rank):
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with LocalSteps(net, [optimizer, optimizer], steps=2) as local:
+        for _ in range(4):
+            net(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        assert local.exchanges == 2
+
+
+def test_one_step_takes_gradients_of_sparse_embeddings(one_rank):
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        net = torch.nn.Embedding(5, 2, sparse=sparse)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with LocalSteps(net, optimizer, steps=1):
+            for words in ([0, 3, 3], [1, 3, 4]):
+                optimizer.zero_grad()
+                net(torch.tensor(words)).square().sum().backward()
+                optimizer.step()
+        found.append(net.weight.detach().clone())
+    assert torch.equal(*found)
 
 
 def test_a_closure_takes_its_updates():

@@ -452,6 +452,7 @@ def test_options_that_make_no_sense_are_one_line():
         ({"every": 0}, "every must be at least 1"),
         ({"window": 5}, "window must be at least 10"),
         ({"trigger": {"nrom": 1}}, "did you mean norm"),
+        ({"trigger": {"norm": "5"}}, "trigger 'norm' must be"),
         ({"parameters": ["x*"]}, "no trainable parameter"),
         ({"spike": -1}, "spike must be in"),
     ):

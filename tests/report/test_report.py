@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import DATA
-from support.traces import LAYERS, write_shards
+from support.traces import LAYERS, trace_of_steps, write_shards
 
 import gradstats
 from gradstats import report
@@ -195,6 +195,21 @@ def test_advice_comes_before_the_answers(tmp_path):
         assert page.answer(row["question"]).startswith(row["answer"])
         assert page.answer(row["question"]).endswith(row["numbers"])
     assert len(answers) == 1 + len(QUESTIONS)
+
+
+def test_two_traces_of_one_name_are_told_apart_by_their_paths(tmp_path):
+    rng = np.random.default_rng(0)
+    paths = [
+        trace_of_steps(tmp_path / folder / "run.zarr", [rng.laplace(size=2000).astype(np.float32)])
+        for folder in ("a", "b")
+    ]
+    advice = [f"{paths[1]}: send topk."]
+    answers = gradstats.report(paths, tmp_path / "r.html", advice=advice)
+    assert {r["source"] for r in answers} == {str(path) for path in paths}
+    heads = [r["answer"] for r in answers if r["question"] == SHOULD]
+    assert [head.startswith("send topk") for head in heads] == [False, True]
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert all(text.count(f'<h2 id="{path}">') == 1 for path in paths)
 
 
 def test_advice_goes_to_the_source_that_it_names_and_else_to_the_first():
