@@ -30,7 +30,7 @@ from scipy.stats import permutation_test, rankdata, zscore
 from capture.atlas import PIECES, settings_of
 from capture.workloads import WORKLOADS, RunConfig, run
 from capture.workloads.launch import RunFailedError
-from gradstats.analysis.advise import choose
+from gradstats.analysis.advise import DIVERGED, choose
 from gradstats.analysis.verdicts.advised import setting_of
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.resampling import holm
@@ -45,8 +45,6 @@ FACTORS = (0.3333333, 1.0, 3.0)
 LAST = 0.25
 """Share of the steps, at the end, whose mean loss is judged, as in :class:`gradstats.Trial`."""
 DENSE = "dense"
-DIVERGED = 99.0
-"""Relative difference of a loss that is not finite."""
 _PLATEAU = {"resnet8-cifar16/sgd": "resnet8-cifar16", "gpt-pydoc/adamw": "gpt-pydoc"}
 """Pieces that were trained to a plateau, too."""
 

@@ -28,6 +28,7 @@ from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
 
 __all__ = [
+    "DIVERGED",
     "NEAREST",
     "SENT",
     "TOLERANCE",
@@ -47,6 +48,8 @@ TOLERANCE = 0.02
 NEAREST = 5
 """Measured trainings that a prediction rests on. Of so many and one more that are alike, each is the worst as often: a
 new one is worse than all five in one case of six."""
+DIVERGED = 99.0
+"""Relative difference of a loss that is not finite: JSON has no infinity."""
 _MOST_STEPS = 5
 """Most steps whose properties are taken, evenly spread."""
 _FEWEST_ELEMENTS = 10
@@ -472,6 +475,8 @@ def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, An
         reason = f"in fewer than {FEWEST_ALIKE} such trainings"
     elif acceptable:
         reason = f"within {100 * tolerance:g} % in all of them"
+    elif high >= DIVERGED:
+        reason = f"at no finite loss, in {worst}"
     else:
         reason = f"up to {signed_percent(high)} % from dense, in {worst}"
     return {

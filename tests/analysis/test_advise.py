@@ -169,6 +169,12 @@ def test_what_is_no_faster_is_not_recommended(measured):
     )
 
 
+def test_a_setting_that_diverged_somewhere_ended_at_no_loss(measured):
+    measured([*near(4), training("astray", hundredth=[advise.DIVERGED, 0.1])])
+    (record,) = (r for r in chosen() if r["ratio"] == 0.01)
+    assert record["reason"] == "at no finite loss, in astray/sgd"
+
+
 def test_it_is_said_with_its_evidence(measured):
     measured(near(6))
     verdict = said(chosen(), False)
