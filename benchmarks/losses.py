@@ -42,9 +42,13 @@ STEPS = 120
 WARM_UP = 12
 """Steps in which the rate rises; then it falls to zero with a cosine, so that the loss has settled."""
 FACTORS = (0.3333333, 1.0, 3.0)
+BEYOND = 9.0
+"""A factor beyond them, which no setting trains at: it says whether the three end too early."""
 LAST = 0.25
 """Share of the steps, at the end, whose mean loss is judged, as in :class:`gradstats.Trial`."""
 DENSE = "dense"
+EDGES = ((DENSE, 1.0), ("topk", 0.01))
+"""Systems and ratios that train at :data:`BEYOND`, too."""
 _PLATEAU = {"resnet8-cifar16/sgd": "resnet8-cifar16", "gpt-pydoc/adamw": "gpt-pydoc"}
 """Pieces that were trained to a plateau, too."""
 
@@ -73,7 +77,10 @@ PROPERTIES = {
 FEWEST = 5
 """Trainings below which no property is said to go with the loss."""
 CORE = (DENSE, "topk", "dense-bf16", "dense-fp8")
-OTHERS = ("sidco-p", "topk without feedback", "topk of AdamW's steps", "ef-signsgd", "diloco")
+OTHERS = (
+    *("sidco-p", "topk without feedback", "topk of AdamW's steps"),
+    *("ef-signsgd", "diloco", "sparseloco"),
+)
 """Systems that are compared with top-k."""
 BESIDE = (0.1, 0.01)
 """The ratios of top-k beside systems that have none: it sends more at one, and less at the other."""
@@ -142,6 +149,31 @@ def best_factor(rows: Sequence[Row], piece: str, system: str, ratio: float) -> f
     ends = {r["factor"]: r.get("loss", math.inf) for r in mine}
     # a loss that is not finite is no candidate
     return min(FACTORS, key=lambda f: x if math.isfinite(x := ends.get(f, math.inf)) else math.inf)
+
+
+def beyond(rows: Sequence[Row]) -> str:
+    """Say in how many trainings seed 0 ended lower at :data:`BEYOND` than at every factor that was tried."""
+    losses = {
+        by("piece", "system", "ratio", "factor", "seed")(r): r.get("loss", math.inf) for r in rows
+    }
+    found = {}
+    for system, ratio in EDGES:
+        for optimizer in ("sgd", "adamw"):
+            pieces = [
+                piece for piece in PIECES
+                if piece.endswith(f"/{optimizer}") and (piece, system, ratio, BEYOND, 0) in losses
+            ]  # fmt: skip
+            lower = sum(
+                losses[piece, system, ratio, BEYOND, 0]
+                < min(losses[piece, system, ratio, factor, 0] for factor in FACTORS)
+                for piece in pieces
+            )
+            found[system, optimizer] = f"{lower} of {len(pieces)}"
+    return (
+        f"At nine times the rate seed 0 ended lower than at any of the three in {found['dense', 'sgd']} dense "
+        f"trainings with SGD and {found['topk', 'sgd']} of `topk` at 0.01, with AdamW in {found['dense', 'adamw']} and "
+        f"{found['topk', 'adamw']}."
+    )
 
 
 def round7(value: float) -> float:
@@ -280,7 +312,11 @@ def beside_said(rows: Sequence[Row]) -> str:
             ("topk of AdamW's steps", "Top-k of AdamW's steps"),
         )
     ]
-    for system, name in (("ef-signsgd", "`ef-signsgd`"), ("diloco", "Ten local steps")):
+    for system, name in (
+        ("ef-signsgd", "`ef-signsgd`"),
+        ("diloco", "Ten local steps"),
+        ("sparseloco", "Ten local steps, sparse"),
+    ):
         parts = [
             f"beside `topk` at {ratio:g} nearer in {count(system, 'nearer', ratio)} of {of(system, ratio)} and farther "
             f"in {count(system, 'farther', ratio)}" for ratio in BESIDE
@@ -487,6 +523,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3, help="judge seeds 1 to N; 0 runs nothing")
     parser.add_argument("--systems", nargs="*", default=CORE, choices=SYSTEMS, metavar="NAME")
+    parser.add_argument("--beyond", action="store_true", help="train at nine times the rate, too")
     parser.add_argument("--ratios", nargs="*", type=float, default=RATIOS, choices=RATIOS)
     options = parser.parse_args()
     key = by("piece", "system", "ratio", "factor", "seed")
@@ -498,11 +535,15 @@ def main() -> None:
         judged_by = range(1, options.seeds + 1)
         cases = [(*each, best_factor(rows, *each), seed) for each in every for seed in judged_by]
         complete(FILE, key, cases, run_one)
+    if options.beyond:
+        edges = [(piece, *edge, BEYOND, 0) for piece in options.pieces for edge in EDGES]
+        complete(FILE, key, edges, run_one)
     losses = stored(FILE)
     found = trainings(losses, stored(RESULTS / "atlas.jsonl"))
     judging = telling(found)
     made = held_out(judging)
     tables = {"losses": table(found), "local-steps": local_table(losses)}
+    tables |= {"beyond": beyond(losses)}
     beside = beside_topk(losses)
     tables |= {"beside-topk": beside_table(beside), "beside-said": beside_said(beside)}
     tables |= {"predictors": predicted(judging), "held-out": judged(made)}

@@ -47,6 +47,24 @@ def test_a_rate_is_chosen_by_one_seed_and_judged_by_others():
     assert {(case[1], case[-1]) for case in trials} == {("dense", 0), ("topk", 0)}
 
 
+def test_a_rate_beyond_the_grid_is_counted_where_it_ended_lower():
+    rows = [
+        row("dense", 0, loss, factor=f) for f, loss in zip(losses.FACTORS, (3, 2, 1), strict=True)
+    ]
+    rows += [row("dense", 0, 0.9, factor=losses.BEYOND)]
+    rows += [
+        row("topk", 0, loss, ratio=0.01, factor=f)
+        for f, loss in zip((*losses.FACTORS, losses.BEYOND), (3, 2, 1, None), strict=True)
+    ]
+    said = losses.beyond(rows)
+    assert (
+        "in 1 of 1 dense trainings with SGD and 0 of 1 of `topk` at 0.01, with AdamW in 0 of 0"
+        in said
+    )
+    # no setting trains at it
+    assert losses.best_factor(rows, "gcn-blocks/sgd", "dense", 1.0) == 3.0
+
+
 def test_pairs_have_the_same_seed_and_no_seed_that_chose():
     rows = [row("dense", seed, 1.0 + seed) for seed in range(3)]
     rows += [row("topk", seed, 1.5 * (1.0 + seed), ratio=0.1) for seed in range(4)]
@@ -141,6 +159,7 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     assert evidence()["trainings"] == json.loads(json.dumps(judging))
     beside = losses.beside_topk(stored(losses.FILE))
     assert block("beside-said", losses.beside_said(beside)) in page
+    assert block("beyond", losses.beyond(stored(losses.FILE))) in page
     assert evidence()["held_out"] == {k: v for k, v in made.items() if k != "rows"} | {
         "left_out": 2
     }
