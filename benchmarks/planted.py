@@ -138,6 +138,8 @@ def noticed(
             cwd=copy,
             env={
                 **os.environ,
+                # options of the run that this is part of, such as a plugin's
+                "PYTEST_ADDOPTS": "",
                 "PYTHONPATH": str(copy),
                 "NUMBA_CACHE_DIR": str(copy / "compiled"),
                 "GRADSTATS_DATA": _DATA,

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from capture.copies import Copies, Values
 from gradstats.errors import InputError, several
 from gradstats.hooks.optimizers import closure_of, parameters_of
-from gradstats.hooks.torch_private import backward_pass, innermost_optimizer
+from gradstats.hooks.torch_private import backward_pass, has_step_hooks, innermost_optimizer
 from gradstats.hooks.units import local_part
 from gradstats.trace import Kind
 from gradstats.trace.format import OF_PARAMETERS
@@ -55,8 +55,7 @@ def optimizers_of(given: Any, kinds: Sequence[Kind] | None) -> list[torch.optim.
     each_given = list(given) if isinstance(given, list | tuple) else [given]
     found = [innermost_optimizer(each) for each in each_given]
     for each in found:
-        # private, but it is what register_step_pre_hook() fills: without it there are no hooks
-        if not hasattr(each, "_optimizer_step_pre_hooks"):
+        if not has_step_hooks(each):
             raise InputError(
                 f"optimizer= takes torch.optim.Optimizers, and {type(each).__name__} has none of their hooks"
             )

@@ -10,7 +10,7 @@ import torch
 
 from capture.taps.parts import Parts, UnitsOption
 from gradstats.errors import InputError
-from gradstats.hooks.torch_private import unwrap
+from gradstats.hooks.torch_private import parts_of, unwrap
 from gradstats.hooks.units import is_sharded, local_part, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace import Layer
@@ -177,11 +177,7 @@ class Layout:
 
 def _tree(modules: Iterable[torch.nn.Module]) -> list[object]:
     """Return each module, followed by the modules and parameters that it holds now."""
-    return [
-        each
-        for module in modules
-        for each in (module, *module._modules.values(), *module._parameters.values())
-    ]
+    return [each for module in modules for each in (module, *parts_of(module))]
 
 
 def _ignored(model: object, inner: torch.nn.Module) -> set[int]:

@@ -38,11 +38,13 @@ __all__ = [
     "divide_factors",
     "fail_when_asked",
     "groups_of_rank",
+    "has_step_hooks",
     "innermost_optimizer",
     "is_part",
     "original_size",
     "other_micro_steps",
     "parameter_groups",
+    "parts_of",
     "reduce_scatter",
     "scaler_stages",
     "shard_group",
@@ -152,6 +154,28 @@ def called_by_scaler() -> bool:
             return bool(getattr(scaler, "is_enabled", lambda: False)())
         frame = frame.f_back
     return False
+
+
+def has_step_hooks(optimizer: object) -> bool:
+    """Tell whether something calls the hooks of an optimizer's step: what ``register_step_pre_hook()`` fills.
+
+    Parameters
+    ----------
+    optimizer : object
+        What the user gave as an optimizer.
+    """
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def parts_of(module: torch.nn.Module) -> list[object]:
+    """Return the modules and parameters that a module itself holds now, in order.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Any module. Its ``children()`` leave out one that is there twice.
+    """
+    return [*module._modules.values(), *module._parameters.values()]
 
 
 def scaler_stages(scaler: object) -> list[str]:
