@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from gradstats.collectives.background import streaming
-from gradstats.hooks.gradient import real_view
+from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.units import local_part
 
 __all__ = ["Copies", "Values"]
@@ -83,10 +83,7 @@ class Copies:
         wait : bool
             Return when it is there.
         """
-        values = gradient.detach()
-        # sparse gradients: the trace is dense
-        if values.layout != torch.strided:
-            values = values.to_dense()
+        values = dense(gradient.detach())
         if values.is_complex():
             # view_as_real() refuses a tensor whose conjugation is still to be done
             values = real_view(values.resolve_conj())

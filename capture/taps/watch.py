@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from gradstats.hooks.gradient import dense
 from gradstats.hooks.torch_private import version
 from gradstats.hooks.units import local_part
 
@@ -199,5 +200,4 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
     # of a sharded one: no exchange, which some ranks might not take part in
-    gradient = local_part(gradient)
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+    return dense(local_part(gradient))

@@ -51,7 +51,7 @@ new one is worse than all five in one case of six."""
 DIVERGED = 99.0
 """Relative difference of a loss that is not finite: JSON has no infinity."""
 _MOST_STEPS = 5
-"""Most steps whose properties are taken, evenly spread."""
+"""Most steps whose properties are taken: one of each stretch of equal length."""
 _FEWEST_ELEMENTS = 10
 """Elements of which a share of the energy is taken."""
 _LEAST, _MOST = 1e-4, 1 - 1e-4

@@ -171,7 +171,7 @@ def law_pairs(
     ratios : sequence of float, optional
         Kept fractions k/d in use, each in (0, 1]; those that leave fewer than ten elements are left out.
     most : int, optional
-        Most steps looked at, evenly spread from the first to the last; all by default.
+        Most steps looked at, as :func:`evenly` takes them; all by default.
     **over : Unpack[SpreadGradients]
         Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
@@ -249,7 +249,7 @@ def evenly(steps: Sequence[int], most: int) -> list[int]:
     number = min(len(steps), most)
     stretch = (len(steps) - 1) / max(number - 1, 1)
     from_middle = np.arange(number) - (number - 1) / 2
-    # Multiples of √2 would be regular, too, and their squares alike on both sides of the middle.
+    # multiples of √2 would be regular, too, and plain squares alike on both sides of the middle
     shift = (from_middle * np.abs(from_middle) * math.sqrt(2) + 0.5) % 1 - 0.5
     shift[:1] = shift[-1:] = 0.0
     # shifted by less than what a stretch has beyond one step, no two are the same

@@ -121,7 +121,7 @@ DRIFT = Table(
 
 _OF: tuple[Any, ...] = ("step", "rank", "kind")
 _MOST_STEPS = 6
-"""Steps by which the closest law is judged, evenly spread."""
+"""Steps by which the closest law is judged: one of each stretch of equal length."""
 
 
 def fit(  # numpydoc ignore=PR01

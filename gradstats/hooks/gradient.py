@@ -17,6 +17,7 @@ __all__ = [
     "FlatGradient",
     "MemoryPart",
     "Pair",
+    "dense",
     "flatten",
     "logical",
     "pairs_of",
@@ -127,6 +128,22 @@ def real_view(values: torch.Tensor) -> torch.Tensor:
         A view.
     """
     return torch.view_as_real(values) if values.is_complex() else values
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with all its elements: ``nn.Embedding(sparse=True)`` has one of the rows that were looked up.
+
+    Parameters
+    ----------
+    gradient : torch.Tensor
+        Sparse or dense.
+
+    Returns
+    -------
+    torch.Tensor
+        The gradient itself if it is dense.
+    """
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def zero_bad(pairs: Sequence[Pair]) -> None:

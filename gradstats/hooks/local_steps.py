@@ -30,7 +30,7 @@ from gradstats.hooks.contents import check_count_of, check_values, field, refusi
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
 from gradstats.hooks.fragment import Fragment, Named, divide, local_values
-from gradstats.hooks.gradient import Pair
+from gradstats.hooks.gradient import Pair, dense
 from gradstats.hooks.local_optimizers import LocalOptimizers
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState
@@ -493,15 +493,11 @@ class LocalSteps(Facts):
         """Average the gradients as DDP does; an unused parameter has a gradient of zero."""
         (fragment,) = self._fragments
         self._check_known()
-        pairs = [
-            (
-                p,
-                torch.zeros_like(local_values(p))
-                if p.grad is None
-                else _dense(local_values(p.grad)),
-            )
-            for _, p in fragment.named
-        ]
+        pairs = []
+        for _, p in fragment.named:
+            known = p.grad is not None
+            values = dense(local_values(p.grad)) if known else torch.zeros_like(local_values(p))
+            pairs.append((p, values))
         self._watcher.before(pairs)
         fragment.average(pairs, self.step, self._details())
         for parameter, mean in pairs:
@@ -510,11 +506,6 @@ class LocalSteps(Facts):
     def _count(self) -> None:
         self.step += 1
         self._count_exchange()
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a dense tensor: that of nn.Embedding(sparse=True) has no order to exchange it in."""
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

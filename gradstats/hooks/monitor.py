@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.facts import Facts
-from gradstats.hooks.gradient import real_view
+from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.layout import check_patterns, matching
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
 from gradstats.hooks.optimizers import TakenGradients, after_closure, after_steps, before_steps
@@ -490,8 +490,7 @@ def _local(parameter: torch.Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torc
         return groups, None
     values = gradient.detach()
     values = values.to_local() if isinstance(values, DTensor) else values
-    values = values if values.layout == torch.strided else values.to_dense()
-    return groups, real_view(values.resolve_conj())
+    return groups, real_view(dense(values).resolve_conj())
 
 
 def _over_shards(

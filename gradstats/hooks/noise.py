@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.autograd.graph import get_gradient_edge
 
 from gradstats.errors import InputError, warn
-from gradstats.hooks.gradient import real_view
+from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.torch_private import backward_pass
 from gradstats.hooks.units import local_part
 from gradstats.primitives.sketch import Sketch, merge, sketch
@@ -238,9 +238,7 @@ class _Seeing:
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient's elements in float32 or float64, in logical order."""
-    values = gradient.detach()
-    values = values if values.layout == torch.strided else values.to_dense()
-    values = real_view(values.resolve_conj()).reshape(-1)
+    values = real_view(dense(gradient.detach()).resolve_conj()).reshape(-1)
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradstats.hooks.gradient import real_view
+from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.units import local_part, shard_groups
 
 __all__ = ["UPDATE_NAMES", "StepUpdates"]
@@ -94,11 +94,8 @@ class StepUpdates:
 
 def _sums(before: torch.Tensor, now: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return ‖u‖², u·g, ‖θ‖², ‖g‖², the elements that are the same in bfloat16, and their number."""
-    # of nn.Embedding(sparse=True)
-    if gradient.layout != torch.strided:
-        gradient = gradient.to_dense()
     # view_as_real takes no lazily conjugated tensor
-    b, w, g = (real_view(x.detach().resolve_conj()) for x in (before, now, gradient))
+    b, w, g = (real_view(x.detach().resolve_conj()) for x in (before, now, dense(gradient)))
     # in bfloat16 a difference of neighbours would lose what it is about
     least = torch.promote_types(b.dtype, torch.float32)
     b, w, g = b.to(least), w.to(least), g.to(least)
