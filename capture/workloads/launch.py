@@ -95,11 +95,17 @@ def start(nproc: int, function: Callable[..., T], *args: Any) -> list[T]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from gradstats.hooks.torch_private import without_names_of_events
+
     # One process imports what every rank needs, and the ranks are forked from it. They are then not children of this
     # process, and must watch it themselves to end with it.
     forked = hasattr(os, "pidfd_open")
     multiprocessing.set_forkserver_preload(["capture.workloads.forked"])
-    with _settings_of_a_launch(), tempfile.TemporaryDirectory(prefix="gradstats-run-") as logs:
+    with (
+        _settings_of_a_launch(),
+        without_names_of_events(),
+        tempfile.TemporaryDirectory(prefix="gradstats-run-") as logs,
+    ):
         launcher = elastic_launch(
             LaunchConfig(
                 min_nodes=1,

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 from conftest import ROOT
+from support.programs import Kernel
 
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST = 300_000
@@ -129,7 +130,7 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
 @pytest.mark.slow
 @each
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_notebook_runs_and_is_current(path, as_made):
+def test_notebook_runs_and_is_current(path, as_made, monkeypatch):
     from nbclient import NotebookClient
 
     notebook = read(path)
@@ -139,6 +140,7 @@ def test_notebook_runs_and_is_current(path, as_made):
             [cell] = [cell for cell in code_cells(notebook) if whole in cell.source]
             assert "varies" in cell.metadata.tags
             cell.source = cell.source.replace(whole, part)
+    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", Kernel)
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": path.parent}}).execute()
     assert compared(notebook) == committed
     assert not any(text(cell, "stderr") for cell in code_cells(notebook))

@@ -17,15 +17,18 @@ import tempfile
 import threading
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest.mock import patch
 
-__all__ = ["program"]
+__all__ = ["Kernel", "program"]
 
+INLINE = "module://matplotlib_inline.backend_inline"
+"""Where a kernel's figures go."""
 READ_ONCE = (
-    "PYTHONPATH", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"
+    "PYTHONPATH", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "MPLBACKEND"
 )  # fmt: skip
 """Variables that Python and libraries read as they start: a process is shared by programs that have them alike."""
 
@@ -36,13 +39,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=
     Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts.
     `trains` says that it starts ranks itself, as commands that train are known to.
     """
-    environment = os.environ | dict(env)
-    there = [*map(str, path), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment["PYTHONPATH"] = os.pathsep.join(there)
-    # What is imported before a fork, and what packages bring to it, is of these; the others are added in the fork.
-    ours = [p for p in there if Path(p, "gradstats").is_dir() or any(Path(p).glob("*.dist-info"))]
-    read = environment | {"PYTHONPATH": os.pathsep.join(ours)}
-    server = _server(tuple((name, read.get(name)) for name in READ_ONCE))
+    server, environment, known, there = _place(path, env)
     arguments = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -50,7 +47,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=
             "arguments": arguments,
             "cwd": str(cwd or os.getcwd()),
             "env": environment,
-            "path": [len(ours), there],
+            "path": [known, there],
             "said": list(map(str, said)),
             "ranks": ranks,
             "trains": trains or not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
@@ -66,6 +63,47 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=
         stdout, stderr = (file.read_text("utf-8") for file in said)
     assert not check or code == 0, stderr[-3000:]
     return subprocess.CompletedProcess(arguments, code, stdout, stderr)
+
+
+class Kernel:
+    """What `jupyter_client` takes for the process of a notebook's kernel: a program, which a thread waits for."""
+
+    pid = -1  # of a process that others have started, and that ends when it is asked to
+    stdin = stdout = stderr = None
+
+    def __init__(self, command, cwd, env, **_):
+        env |= {"MPLBACKEND": INLINE}
+        self._server = _place((), env)[0]
+        self._pool = ThreadPoolExecutor(1)
+        options = {"cwd": cwd, "env": env, "trains": True, "check": False}
+        self._end = self._pool.submit(program, *command[1:], **options)
+        self._pool.shutdown(wait=False)
+
+    def poll(self):
+        return self._end.result().returncode if self._end.done() else None
+
+    def wait(self):
+        return self._end.result().returncode
+
+    def send_signal(self, number):
+        if number != signal.SIGINT:  # that one comes before it is asked to end
+            os.killpg(self._server.pid, number)
+
+
+def _place(path, env):
+    """Return what forks a program: the process, variables, how many folders of Python's path it knows, and all."""
+    environment = os.environ | dict(env)
+    there = [*map(str, path), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(there)
+    # What is imported before a fork, and what packages bring to it, is of these; the others are added in the fork.
+    ours = [p for p in there if Path(p, "gradstats").is_dir() or any(Path(p).glob("*.dist-info"))]
+    read = environment | {"PYTHONPATH": os.pathsep.join(ours)}
+    return (
+        _server(tuple((name, read.get(name)) for name in READ_ONCE)),
+        environment,
+        len(ours),
+        there,
+    )
 
 
 @functools.cache
@@ -94,6 +132,9 @@ def _serve():
         "zarr",
     ):
         import_module(name)
+    if os.environ.get("MPLBACKEND") == INLINE:
+        import_module("ipykernel.kernelapp")
+        import_module("seaborn")
     gc.freeze()  # what is imported is shared, and stays
     ranks = forkserver._forkserver  # ranks of all trainings are forked from one process, too
     for line in sys.stdin:
