@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -379,6 +380,14 @@ def test_baselines_train_beside_the_compressors():
     assert not low_rank.records + alone.records
 
 
+def test_a_run_does_not_read_the_source_of_all_that_called_it(monkeypatch):
+    asked, stack = [], inspect.stack
+    monkeypatch.setattr(inspect, "stack", lambda *options: asked.append(1) or stack(*options))
+    tiny = {"workload": "lstm-pydoc", "hidden": 16, "vocab": 50, "compressor": "none"}
+    run(RunConfig(**tiny, nproc=1, steps=1, evaluate=False))
+    assert not asked
+
+
 def test_a_failing_rank_is_one_line():
     with pytest.raises(
         RunFailedError, match=r"rank \d failed: InputError: a batch of 4000 .* 1797 images"
@@ -438,7 +447,8 @@ def test_same_seed_same_gradients_and_capture_changes_no_loss(tmp_path):
     "options", [{"compressor": "none"}, {"compressor": "sidco-e", "error_feedback": False}]
 )
 def test_training_learns(options):
-    losses = run(RunConfig(workload="resnet20-digits", steps=60, ratio=0.1, **options)).losses
+    config = RunConfig(workload="resnet20-digits", steps=60, batch_size=8, ratio=0.1, **options)
+    losses = run(config.replace(evaluate=False)).losses
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
 
 
