@@ -494,9 +494,10 @@ def predicted(found: Sequence[Row]) -> str:
         mine = [(r, p) for r, p in zip(rows, adjusted, strict=True) if r["property"] == name]
         if mine:
             cells = [f"{r['rho']:+.2f} ({r['p']:.2g})".replace("-", "−") for r, _ in mine]
-            lines.append(
-                [text, str(mine[0][0]["trainings"]), *cells, f"{min(p for _, p in mine):.2g}"]
-            )
+            counts = sorted({r["trainings"] for r, _ in mine})
+            # a training may have been compressed at some of the ratios
+            known = " or ".join(map(str, counts))
+            lines.append([text, known, *cells, f"{min(p for _, p in mine):.2g}"])
     heads = " | ".join(f"`topk` {ratio:g}, ρ (p):" for ratio in RATIOS)
     return grid(f"property of the gradient | trainings: | {heads} | least p of {len(rows)}:", lines)
 

@@ -151,9 +151,11 @@ def losses() -> Figure:
                 label = each["training"] + ("" if steps == 120 else f", {steps} steps")
                 muon = each["optimizer"] == "muon"
                 label += ", Muon" if muon else ""
-                style = {"color": f"C{names.index(each['training'])}", "label": label}
+                # there are ten colours
+                place = names.index(each["training"])
+                style = {"color": f"C{place % 10}", "marker": "os"[place // 10], "label": label}
                 style["linestyle"] = ":" if muon else "-" if steps == 120 else "--"
-                ax.plot(*zip(*points, strict=True), marker="o", **style)
+                ax.plot(*zip(*points, strict=True), **style)
         ax.axhspan(-2, 2, color="0.85", zorder=0, label="within 2 %")
         # linear to 2 %, so that what is below dense has a place
         ax.set(title=title, xlabel="ratio k/d", ylabel="percent above dense", xscale="log")

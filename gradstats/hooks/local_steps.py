@@ -495,9 +495,8 @@ class LocalSteps(Facts):
         self._check_known()
         pairs = []
         for _, p in fragment.named:
-            known = p.grad is not None
-            values = dense(local_values(p.grad)) if known else torch.zeros_like(local_values(p))
-            pairs.append((p, values))
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            pairs.append((p, dense(local_values(gradient))))
         self._watcher.before(pairs)
         fragment.average(pairs, self.step, self._details())
         for parameter, mean in pairs:

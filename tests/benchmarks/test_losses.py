@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import chain
 
 import losses
 import numpy as np
@@ -196,22 +197,22 @@ def test_the_pages_of_a_choice_count_right():
 
     text = (DOCS / "choose.md").read_text(encoding="utf-8")
     counts = re.search(
-        r"in \[(\d+) of (\d+) short trainings\]\(losses.md\), `topk` at 0.1 in (\d+)", text
+        r"in \[(\d+) of (\d+) short trainings\]\(losses.md\), `topk` at 0.1 in (\d+) of (\d+)", text
     )
     assert counts
-    within, of, topk = map(int, counts.groups())
+    within, of, topk, of_topk = map(int, counts.groups())
     assert kept("dense-bf16", 1.0) == kept("dense-fp8", 1.0) == (within, of)
-    assert kept("topk", 0.1) == (topk, of)
+    assert kept("topk", 0.1) == (topk, of_topk)
     text = " ".join((DOCS / "decide.md").read_text(encoding="utf-8").split())
     for optimizer, said in (
         (
             "sgd",
-            "within 2 % of the dense loss in {} of {} short trainings, at 0.01 in {}, at 0.001 in {}.",
+            "within 2 % of the dense loss in {} of {} short trainings, at 0.01 in {} of {}, at 0.001 in {} of {}.",
         ),
-        ("adamw", "With AdamW it did so in {} of {}, {} and {};"),
+        ("adamw", "With AdamW it did so in {} of {}, {} of {} and {} of {};"),
     ):
-        (most, of), *others = (kept("topk", ratio, (optimizer,)) for ratio in RATIOS)
-        assert said.format(most, of, *(within for within, _ in others)) in text
+        counts = chain.from_iterable(kept("topk", ratio, (optimizer,)) for ratio in RATIOS)
+        assert said.format(*counts) in text
     muon = [
         100 * x
         for t in found
@@ -222,11 +223,12 @@ def test_the_pages_of_a_choice_count_right():
     ]
     said = "with Muon one training was measured, where it ended {:.1f} to {:.1f} % behind at 0.1"
     assert said.format(min(muon), max(muon)) in text
-    rows = losses.predictors(found)
-    # what losses.md says of them: one property is told from chance
-    adjusted = holm(np.array([r["p"] for r in rows]))
-    told = [(r["property"], r["ratio"]) for r, p in zip(rows, adjusted, strict=True) if p < 0.05]
-    assert told == [("energy_0.01", 0.01)]
+    # what losses.md says of properties: one was told from chance before the last training
+    for last, told in ((["lstm-an4"], {("energy_0.01", 0.01): "0.029"}), ([], {})):
+        rows = losses.predictors([each for each in found if each["training"] not in last])
+        adjusted = holm(np.array([r["p"] for r in rows]))
+        of = {(r["property"], r["ratio"]): p for r, p in zip(rows, adjusted, strict=True)}
+        assert {name: f"{p:.2g}" for name, p in of.items() if p < 0.05} == told
     assert all(r["rho"] < 0 for r in rows if r["property"] == "energy_0.01")
     assert all(math.isfinite(x) for each in found for run in each["runs"] for x in run["above"])
 
