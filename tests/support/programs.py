@@ -74,10 +74,10 @@ class Kernel:
     def __init__(self, command, cwd, env, **_):
         env |= {"MPLBACKEND": INLINE}
         self._server = _place((), env)[0]
-        self._pool = ThreadPoolExecutor(1)
+        pool = ThreadPoolExecutor(1)
         options = {"cwd": cwd, "env": env, "trains": True, "check": False}
-        self._end = self._pool.submit(program, *command[1:], **options)
-        self._pool.shutdown(wait=False)
+        self._end = pool.submit(program, *command[1:], **options)
+        pool.shutdown(wait=False)
 
     def poll(self):
         return self._end.result().returncode if self._end.done() else None
@@ -135,6 +135,8 @@ def _serve():
     if os.environ.get("MPLBACKEND") == INLINE:
         import_module("ipykernel.kernelapp")
         import_module("seaborn")
+        # 0, as wide as a terminal, where it is imported before there is a kernel
+        import_module("pandas").set_option("display.max_columns", 20)
     gc.freeze()  # what is imported is shared, and stays
     ranks = forkserver._forkserver  # ranks of all trainings are forked from one process, too
     for line in sys.stdin:
