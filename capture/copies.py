@@ -83,10 +83,8 @@ class Copies:
         wait : bool
             Return when it is there.
         """
-        values = dense(gradient.detach())
-        if values.is_complex():
-            # view_as_real() refuses a tensor whose conjugation is still to be done
-            values = real_view(values.resolve_conj())
+        # view_as_real() refuses a tensor whose conjugation is still to be done
+        values = real_view(dense(gradient.detach()).resolve_conj())
         # in logical order whatever the strides; a copy only where they need one
         values = values.reshape(-1)
         if scale != 1:

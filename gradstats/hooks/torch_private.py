@@ -439,8 +439,8 @@ def shard_place(parameter: Any) -> tuple[list[int], list[int]]:
 def without_names_of_events() -> Iterator[None]:
     """Have torchrun's agent not look up the names of events that nobody records.
 
-    It names the method that calls by all frames of the stack with their source, twenty times a run: half a second of a
-    run in a notebook, two in a test.
+    It asks ``inspect.stack()`` for them, which reads the source of every frame, before it looks whether anybody records
+    events. That is slow where the stack is deep, as in a notebook.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 

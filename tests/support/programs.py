@@ -68,11 +68,11 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=
 class Kernel:
     """What `jupyter_client` takes for the process of a notebook's kernel: a program, which a thread waits for."""
 
-    pid = -1  # of a process that others have started, and that ends when it is asked to
+    pid = -1  # nobody's: what it is sent comes to send_signal()
     stdin = stdout = stderr = None
 
     def __init__(self, command, cwd, env, **_):
-        env |= {"MPLBACKEND": INLINE}
+        env = env | {"MPLBACKEND": INLINE}
         self._server = _place((), env)[0]
         pool = ThreadPoolExecutor(1)
         options = {"cwd": cwd, "env": env, "trains": True, "check": False}
@@ -80,13 +80,13 @@ class Kernel:
         pool.shutdown(wait=False)
 
     def poll(self):
-        return self._end.result().returncode if self._end.done() else None
+        return self.wait() if self._end.done() else None
 
     def wait(self):
         return self._end.result().returncode
 
     def send_signal(self, number):
-        if number != signal.SIGINT:  # that one comes before it is asked to end
+        if number != signal.SIGINT:  # a kernel gets that one before the message that ends it
             os.killpg(self._server.pid, number)
 
 
@@ -98,12 +98,8 @@ def _place(path, env):
     # What is imported before a fork, and what packages bring to it, is of these; the others are added in the fork.
     ours = [p for p in there if Path(p, "gradstats").is_dir() or any(Path(p).glob("*.dist-info"))]
     read = environment | {"PYTHONPATH": os.pathsep.join(ours)}
-    return (
-        _server(tuple((name, read.get(name)) for name in READ_ONCE)),
-        environment,
-        len(ours),
-        there,
-    )
+    server = _server(tuple((name, read.get(name)) for name in READ_ONCE))
+    return server, environment, len(ours), there
 
 
 @functools.cache
