@@ -114,6 +114,7 @@ def _server(settings):
         start_new_session=True,
     )
     atexit.register(process.communicate)  # at the end of its input it ends
+    process.stdout.readline()  # it has imported: a limit of time is the program's alone
     return process
 
 
@@ -135,6 +136,7 @@ def _serve():
         import_module("pandas").set_option("display.max_columns", 20)
     gc.freeze()  # what is imported is shared, and stays
     ranks = forkserver._forkserver  # ranks of all trainings are forked from one process, too
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if request["trains"] and ranks._forkserver_pid is None:
