@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from multiprocessing import forkserver
 
 import numpy as np
 import pytest
 import xarray
 from conftest import DATA
+from forked import CONTEXT
 from support.installed import files_of
 from support.terminal import run
 from support.traces import HEAVY_LAYERS, drifting_trace, heavy_trace
@@ -166,9 +168,12 @@ def test_estimators_run_on_a_gradient_made_up_from_sketches(trace, tmp_path):
 
 @pytest.fixture(scope="module")
 def cluster():
+    import dask
     from distributed import Client, LocalCluster
 
+    forkserver.ensure_running()  # of all ranks of this process: it has imported what workers need
     with (
+        dask.config.set({"distributed.worker.multiprocessing-method": CONTEXT.get_start_method()}),
         LocalCluster(
             n_workers=2,
             threads_per_worker=1,

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import gpu
 import gpu_tables
@@ -16,6 +17,8 @@ import gpu_trainings
 import pytest
 import torch
 from conftest import ROOT
+from forked import CONTEXT
+from torch.multiprocessing import start_processes
 
 from gradstats.primitives.backend import MANY
 
@@ -135,18 +138,19 @@ def test_the_page_has_what_was_measured_on_a_gpu():
 
 
 @pytest.mark.slow
-def test_the_benchmark_goes_through_without_a_gpu_and_gives_no_number(tmp_path):
-    """All but the trainings, which take a minute."""
+def test_the_benchmark_goes_through_without_a_gpu_and_gives_no_number(
+    tmp_path, monkeypatch, capsys
+):
+    """All but the trainings, which take a minute. Its ranks are forked, where CUDA would need new processes."""
     parts = [part for part in gpu.PARTS if part != "trainings"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--part", *parts],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    forked = partial(start_processes, start_method=CONTEXT.get_start_method())
+    monkeypatch.setattr(gpu.mp, "spawn", forked)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--dry-run", "--backend", "torch", "--part", *parts]
     )
-    *lines, last = done.stdout.splitlines()
+    gpu.main()
+    *lines, last = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [*parts]
     assert last.endswith("measurements would have been taken")
     assert not list(tmp_path.iterdir())

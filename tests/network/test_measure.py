@@ -14,6 +14,7 @@ from conftest import ROOT
 from ranks import run_ranks
 from support.every import every
 from support.installed import files_of
+from support.programs import program as started
 from workers import network as cases
 
 from gradstats.compressors import COMPRESSORS
@@ -86,22 +87,13 @@ def test_a_measured_network_prices_every_system(name):
 PROGRAM = [sys.executable, "-m", "gradstats.network"]
 
 
-def test_from_torchrun(tmp_path):
+def test_as_torchrun_starts_it(tmp_path):
     output = tmp_path / "network.json"
     small = ["--largest", "32768", "--largest-numel", "32768", "--repeats", "2"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     (tmp_path / "rayleigh.py").write_text(files_of("rule.md")["rayleigh.py"])
     options = ["-o", str(output), *small, "--select", "none", "topk", "rayleigh", "--check"]
     options += ["--load", str(tmp_path / "rayleigh.py")]
-    done = subprocess.run(
-        [sys.executable, *launch, *PROGRAM[1:], *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = started(*PROGRAM[1:], *options, cwd=ROOT, ranks=2)
     assert "all_reduce" in done.stdout
     assert "÷ measured" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 80

@@ -61,6 +61,11 @@ CHECKED = (
 WHY = "Triton is installed with the extra dev, on Linux"
 
 
+def some(name, odd, cases, each):
+    """Return the cases of an array: with Triton, whose interpreter is slow, one of so many, and others of the next."""
+    return cases[ODD.index(odd) % each :: each] if name == "triton" else cases
+
+
 @pytest.fixture(params=["torch", "triton"])
 def name(request, monkeypatch):
     """A backend; the interpreter takes as long for a large block as for a small one."""
@@ -92,7 +97,7 @@ def test_the_same_answers_as_the_elements_give(name, chunk, odd):
         if t.array and getattr(t.function, "__name__", "") in CHECKED
     ]
     assert len(targets) > len(CHECKED)
-    for target in targets:
+    for target in some(name, odd, targets, 2):
         call = partial(target.function, **{target.array: odd.value}, **target.arguments)
         try:
             with backend(name):
@@ -107,7 +112,8 @@ def test_the_same_answers_as_the_elements_give(name, chunk, odd):
 @every("odd", ODD, ids=lambda odd: odd.name)
 def test_the_same_sums_as_the_compiled_loops(name, chunk, odd):
     x = odd.value
-    for above, log in product((0.0, 0.5, 1e-42, 1e300, math.inf), (True, False)):
+    sums = list(product((True, False), (0.0, 0.5, 1e-42, 1e300, math.inf)))
+    for log, above in some(name, odd, sums, 2):
         with backend(name):
             found = moments(x, above, log=log), exceedances(x, above)
         for a, b in zip(found, (moments(x, above, log=log), exceedances(x, above)), strict=True):
@@ -201,12 +207,7 @@ def test_where_triton_does_not_run_it_is_said_once(monkeypatch):
 
 @every("odd", ODD, ids=lambda odd: odd.name)
 def test_the_same_thresholds_and_selections(name, chunk, odd):
-    own = list(ESTIMATORS)
-    if (
-        name == "triton"
-    ):  # its interpreter is slow: every array has three, and every rule a quarter of the arrays
-        own = own[ODD.index(odd) % 4 :: 4]
-    for estimator in own:
+    for estimator in some(name, odd, list(ESTIMATORS), 4):
         same_selections(name, odd, estimator)
 
 
