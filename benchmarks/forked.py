@@ -7,4 +7,4 @@ import multiprocessing
 __all__ = ["CONTEXT"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["capture.workloads.forked"])
+CONTEXT.set_forkserver_preload(["capture.workloads.forked", "torch.distributed.checkpoint"])

@@ -3,8 +3,7 @@
 from importlib import import_module
 
 from gradstats.compressors import COMPRESSORS
-from gradstats.primitives import warm_up
-from gradstats.thresholds import ESTIMATORS
+from gradstats.thresholds import ESTIMATORS, warm_up
 
 __all__: list[str] = []
 

@@ -81,7 +81,7 @@ class ThresholdSelector(Selector):
             return
         self.estimator.warm_up()
         for numel in _TRIED:
-            tried = torch.linspace(-1, 1, numel).exp()
+            tried = torch.linspace(0.1, 1, numel)
             # exact zeros, which a gradient behind a ReLU has, are told from denormals by a loop of their own
             tried[0] = 0.0
             # of a copy, as selecting moves the state of a rule on
