@@ -8,14 +8,14 @@ BIN := .venv/bin
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
 
-# Four at a time, on two cores: most of it is processes that start, and wait for each other. A file's tests stay
+# Three at a time, on two cores: much of it is processes that wait for each other. A file's tests stay
 # together, and share what they set up; the files with slow tests come first (tests/conftest.py), so that all end together.
 test: .venv
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Which lines and branches the tests run; slower than the tests alone.
 coverage: .venv
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --cov --cov-report term-missing
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report term-missing
 
 lint: .venv
 	$(BIN)/ruff check .
