@@ -10,10 +10,17 @@ import torch
 from conftest import data_set
 from support.every import every
 from support.terminal import Runner
+from torch.utils.flop_counter import FlopCounterMode
 
 from capture.workloads import WORKLOADS, RunConfig, run, speech
-from capture.workloads.classification import make_task
-from capture.workloads.images import ImageFolder, load_cifar10, load_cifar100, load_mnist
+from capture.workloads.classification import make_model, make_task
+from capture.workloads.images import (
+    ImageFolder,
+    load_cifar10,
+    load_cifar100,
+    load_mnist,
+    side_of,
+)
 from capture.workloads.layouts import backward_pass, layout
 from capture.workloads.optimizers import make_optimizers
 from capture.workloads.speech import (
@@ -71,6 +78,23 @@ def test_layouts_have_the_published_counts(name):
 def test_layouts_are_those_of_the_libraries(name, first, last, count):
     records = layout(name)
     assert (records[0]["shape"], records[-2]["shape"], len(records)) == (first, last, count)
+
+
+# Millions of multiplications for one image, as torchvision and timm print them beside their weights
+MULTIPLICATIONS = {
+    "resnet18-imagenet": 1814, "resnet50-imagenet": 4089, "vgg16-imagenet": 15_470,
+    "vgg19-imagenet": 19_632, "alexnet-imagenet": 714, "inceptionv4-imagenet": 12_280,
+}  # fmt: skip
+
+
+@every("name", MULTIPLICATIONS)
+def test_networks_multiply_as_often_as_is_published(name):
+    """What parameters do not tell: strides, padding and the size of the images."""
+    config = RunConfig(workload=name)
+    side = side_of(config.info)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        make_model(config)(torch.empty(2, 3, side, side))
+    assert counter.get_total_flops() / (2 * 2e6) == pytest.approx(MULTIPLICATIONS[name], rel=0.005)
 
 
 def test_a_backward_pass_gives_the_layout_and_its_times():

@@ -5,7 +5,9 @@ Cells tagged ``varies`` depend on the machine or its clock: they have to run, an
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from itertools import pairwise
 
 import pytest
@@ -127,6 +129,16 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
         assert numbers(rows[path.stem]) <= numbers(answer), path.stem
 
 
+def test_a_kernel_that_takes_long_to_end_is_ended():
+    """As `jupyter_client` asks for on a busy machine; the next one starts, and ends by itself."""
+    long, short = (["python", "-c", code] for code in ("import time; time.sleep(60)", ""))
+    kernel = Kernel(long, ROOT, dict(os.environ))
+    assert kernel.poll() is None
+    kernel.send_signal(signal.SIGTERM)
+    assert kernel.wait() == -signal.SIGTERM
+    assert Kernel(short, ROOT, dict(os.environ)).wait() == 0
+
+
 @pytest.mark.slow
 @each
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
@@ -141,6 +153,7 @@ def test_notebook_runs_and_is_current(path, as_made, monkeypatch):
             assert "varies" in cell.metadata.tags
             cell.source = cell.source.replace(whole, part)
     monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", Kernel)
-    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": path.parent}}).execute()
+    limits = {"timeout": 280, "startup_timeout": 280}
+    NotebookClient(notebook, **limits, resources={"metadata": {"path": path.parent}}).execute()
     assert compared(notebook) == committed
     assert not any(text(cell, "stderr") for cell in code_cells(notebook))

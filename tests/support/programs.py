@@ -70,6 +70,7 @@ class Kernel:
 
     pid = -1  # nobody's: what it is sent comes to send_signal()
     stdin = stdout = stderr = None
+    _sent = 0
 
     def __init__(self, command, cwd, env, **_):
         env = env | {"MPLBACKEND": INLINE}
@@ -83,11 +84,17 @@ class Kernel:
         return self.wait() if self._end.done() else None
 
     def wait(self):
+        if self._end.exception() and self._sent:
+            return -self._sent
         return self._end.result().returncode
 
     def send_signal(self, number):
+        """End a kernel that takes long to end: on a busy machine the client waits no longer than for seconds."""
         if number != signal.SIGINT:  # a kernel gets that one before the message that ends it
-            os.killpg(self._server.pid, number)
+            self._sent = number
+            os.killpg(
+                self._server.pid, number
+            )  # and what forked it: the next notebook starts another
 
 
 def _place(path, env):
