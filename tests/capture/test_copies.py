@@ -94,6 +94,19 @@ def test_a_copy_is_of_the_gradient_as_it_was(streams):
     assert place.tolist() == [0.5] * 3
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_number_is_on_its_way_as_a_gradient_is(streams, shape):
+    host = copies.Copies([torch.device("cpu")])
+    loss = torch.full(shape, 3.0)
+    place = host.number(loss)
+    loss.zero_()
+    assert place.tolist() == [0]
+    host.mark()()
+    assert place.tolist() == [3]
+    with pytest.raises(ValueError, match="only one element"):
+        host.number(torch.ones(2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_memory_is_float32_whatever_the_default_and_the_gradient_are(streams, monkeypatch, dtype):
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The sweep, among real processes and from torchrun."""
+"""The sweep, among real processes and as torchrun starts it."""
 
 from __future__ import annotations
 

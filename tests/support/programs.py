@@ -92,9 +92,8 @@ class Kernel:
         """End a kernel that takes long to end: on a busy machine the client waits no longer than for seconds."""
         if number != signal.SIGINT:  # a kernel gets that one before the message that ends it
             self._sent = number
-            os.killpg(
-                self._server.pid, number
-            )  # and what forked it: the next notebook starts another
+            # with what forked it: the next notebook starts another
+            os.killpg(self._server.pid, number)
 
 
 def _place(path, env):
