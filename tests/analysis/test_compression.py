@@ -34,10 +34,10 @@ def test_the_trace_holds_what_the_state_said(tmp_path, name, capsys):
         last, diagnosis = said[record["rank"]][record["step"]]
         assert record["selected"] == last.selected
         assert record["quality"] == last.quality == last.selected / last.target
-        assert record["build_up"] == last.build_up
+        assert record["build_up"] == last.build_up == last.union / last.target
         assert record["bytes"] == last.bytes_sent
-        assert record["bits_per_element"] == last.bits_per_element
-        assert record["density"] == last.density
+        assert record["bits_per_element"] == 8 * last.bytes_sent / last.numel
+        assert record["density"] == last.density == last.union / last.numel
         assert record["communicate"] == last.communicate_seconds
         if diagnosis is None:
             assert math.isnan(record["residual_norm"])
