@@ -130,7 +130,7 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
 
 
 def test_a_kernel_that_takes_long_to_end_is_ended():
-    """As `jupyter_client` asks for on a busy machine; the next one starts, and ends by itself."""
+    """`jupyter_client` does so after some seconds; the next kernel starts, and ends by itself."""
     long, short = (["python", "-c", code] for code in ("import time; time.sleep(60)", ""))
     kernel = Kernel(long, ROOT, dict(os.environ))
     assert kernel.poll() is None

@@ -318,7 +318,7 @@ def test_refusals():
 FIRST_STEP = """
 import gc, os, sys
 import torch
-import torch._dynamo  # for a second of each process, which wraps a model
+import torch._dynamo  # to wrap a model imports it: a second for each process
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from gradstats.compressors import make_compressor

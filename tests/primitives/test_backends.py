@@ -61,9 +61,9 @@ CHECKED = (
 WHY = "Triton is installed with the extra dev, on Linux"
 
 
-def some(name, odd, cases, each):
-    """Return the cases of an array: with Triton, whose interpreter is slow, one of so many, and others of the next."""
-    return cases[ODD.index(odd) % each :: each] if name == "triton" else cases
+def some(name, odd, cases, one_in):
+    """Return the cases of an array: with Triton, whose interpreter is slow, a part, other ones for the next array."""
+    return cases[ODD.index(odd) % one_in :: one_in] if name == "triton" else cases
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -112,6 +112,7 @@ def test_the_same_answers_as_the_elements_give(name, chunk, odd):
 @every("odd", ODD, ids=lambda odd: odd.name)
 def test_the_same_sums_as_the_compiled_loops(name, chunk, odd):
     x = odd.value
+    # five with logarithms, then five without: every other one is of both kinds
     sums = list(product((True, False), (0.0, 0.5, 1e-42, 1e300, math.inf)))
     for log, above in some(name, odd, sums, 2):
         with backend(name):

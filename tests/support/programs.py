@@ -89,7 +89,7 @@ class Kernel:
         return self._end.result().returncode
 
     def send_signal(self, number):
-        """End a kernel that takes long to end: on a busy machine the client waits no longer than for seconds."""
+        """End the kernel: the client waits for its own end for seconds only, too few on a busy machine."""
         if number != signal.SIGINT:  # a kernel gets that one before the message that ends it
             self._sent = number
             # with what forked it: the next notebook starts another
