@@ -31,6 +31,7 @@ __all__ = [
     "Shown",
     "alike",
     "format_bytes",
+    "format_short",
     "format_uncertain",
     "format_value",
     "joined",
@@ -678,6 +679,22 @@ def format_value(value: Any) -> str:
         shown = {k: v for k, v in value.items() if not (k == "loc" and v == 0)}
         return " ".join(f"{k}={format_value(v)}" for k, v in shown.items())
     return str(value)
+
+
+def format_short(value: float) -> str:
+    """Shorten a number for a sentence.
+
+    Parameters
+    ----------
+    value : float
+        Number of at least 0.
+
+    Returns
+    -------
+    str
+        Two significant digits; from 99.5 on, where these would need a power of ten, whole below 10,000.
+    """
+    return f"{value:,.0f}" if 99.5 <= value < 1e4 else f"{value:.2g}"
 
 
 def format_bytes(count: float) -> str:

@@ -14,7 +14,16 @@ from conftest import DATA
 from support.every import every
 
 import gradstats
-from gradstats.tables import FORMATS, Records, format_bytes, format_value, joined, render, visible
+from gradstats.tables import (
+    FORMATS,
+    Records,
+    format_bytes,
+    format_short,
+    format_value,
+    joined,
+    render,
+    visible,
+)
 from gradstats.thresholds.bench import bench
 
 
@@ -72,6 +81,20 @@ def test_rendering_of_numbers_and_nothing():
 )
 def test_numbers_have_three_digits_and_two_below_a_tenth(value, text):
     assert format_value(value) == text
+
+
+def test_in_a_sentence_a_number_has_two_digits_and_no_power_of_ten_that_could_be_spared():
+    for value, text in (
+        (0.0, "0"),
+        (0.0123, "0.012"),
+        (9.96, "10"),
+        (99.4, "99"),
+        (99.5, "100"),
+        (99.7, "100"),
+        (1234.0, "1,234"),
+        (123_456.0, "1.2e+05"),
+    ):
+        assert format_short(value) == text, value
 
 
 def test_bytes_have_three_digits_of_the_largest_unit():

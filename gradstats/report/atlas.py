@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstats.analysis.atlas import LAGS, claims, components, reused, worst_cases
 from gradstats.analysis.rules import COUNTING
-from gradstats.tables import format_value, render
+from gradstats.tables import format_short, format_value, render
 
 __all__ = ["atlas_page"]
 
@@ -201,7 +201,9 @@ def _rules(records: Sequence[Mapping[str, Any]]) -> list[str]:
             if here:
                 # k̂/k is a factor, so its middle is that of the logarithms
                 typical = float(np.exp(np.median(np.log(here))))
-                row[ratio] = f"{typical:.2f} ({min(here):.2g} to {max(here):.2g})"
+                row[ratio] = (
+                    f"{typical:.2f} ({format_short(min(here))} to {format_short(max(here))})"
+                )
         rows.append(row)
     # counting rules come first: the text below speaks of the first four
     rows.sort(key=lambda r: (r["rule"] not in COUNTING, r["rule"]))

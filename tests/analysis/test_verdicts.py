@@ -19,6 +19,7 @@ from gradstats.analysis.verdicts import (
     tail_weight,
     which_rule,
 )
+from gradstats.analysis.verdicts.verdict import percent
 from gradstats.statistics.laws import LAWS
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import Subset, open_source
@@ -479,6 +480,13 @@ def test_the_nearest_rule_is_named_first_and_the_farthest_last():
         verdict = which_rule(judged_rules(neither))
         assert verdict.headline == f"None; the nearest, {far}, has k̂/k = 0.37"
         assert verdict.numbers.endswith(f" Farthest off: {farthest}, 7.39.")
+
+
+def test_no_number_near_100_is_a_power_of_ten():
+    rules = judged_rules(played("a", [0.0] * 20) + played("b", [math.log(99.7)] * 20))
+    assert which_rule(rules).numbers.endswith(" Farthest off: b, 100.")
+    assert percent(math.log(1.998)) == "100\N{NO-BREAK SPACE}%"
+    assert percent(math.log(140)) == "140-fold"
 
 
 def test_a_test_of_the_tail_rejects_small_p_values():

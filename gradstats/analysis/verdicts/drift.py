@@ -9,7 +9,7 @@ from typing import Any
 
 from gradstats.analysis.drift import FEWEST_STEPS
 from gradstats.analysis.verdicts.verdict import Verdict
-from gradstats.tables import format_uncertain, format_value
+from gradstats.tables import format_short, format_uncertain, format_value
 
 __all__ = ["movement", "scale_moves"]
 
@@ -92,16 +92,18 @@ def scale_moves(
         return Verdict("Nothing to follow", "No step has a finite non-zero element.")
     if len(means) < 2:
         return Verdict("Nothing to follow", "Only one step has a finite non-zero element.")
-    numbers = f"Step {steps[0]} to {steps[-1]}, between {_two(min(means))} and {_two(max(means))}."
+    numbers = f"Step {steps[0]} to {steps[-1]}, between {format_short(min(means))} and {format_short(max(means))}."
     slope, many = record["slope"], len(means)
     if many >= FEWEST_STEPS:
         headline = _moved(record).replace("mean", "Mean magnitude", 1)
     else:
         # of few steps there is no more to say; where they go up and down the last over the first says nothing
-        headline = f"Mean magnitude × {_two(means[-1] / means[0])}"
+        headline = f"Mean magnitude × {format_short(means[-1] / means[0])}"
         ways = {later > earlier for earlier, later in pairwise(means) if later != earlier}
         if len(ways) > 1 and max(means) > _STEADY * min(means):
-            headline = f"Mean magnitude between {_two(min(means))} and {_two(max(means))}"
+            headline = (
+                f"Mean magnitude between {format_short(min(means))} and {format_short(max(means))}"
+            )
         numbers += f" Trend tests take {FEWEST_STEPS} steps; {many} have no power."
     # of a shorter run that would be said of steps that there are not
     if not math.isnan(slope) and steps[-1] - steps[0] >= 100:
@@ -111,11 +113,6 @@ def scale_moves(
             interval = "no interval: what is left may wander like a random walk"
         numbers += f" Per 100 steps {100 * slope:+.1f} % ({interval})."
     if nonzero[1] - nonzero[0] >= _SHIFT:
-        least, most = (f"{100 * share:.2g}" for share in nonzero)
+        least, most = (format_short(100 * share) for share in nonzero)
         numbers += f" Means are of the elements that are not zero, {least} to {most}\N{NO-BREAK SPACE}% of all."
     return Verdict(headline, numbers)
-
-
-def _two(value: float) -> str:
-    """Return a number with two digits, and no power of ten where it is short without."""
-    return f"{value:.2g}" if not 99.5 <= value < 1e4 else f"{value:,.0f}"

@@ -9,6 +9,7 @@ from typing import Any
 from gradstats.analysis.verdicts.verdict import FAR, FITS, Verdict, listed, percent
 from gradstats.statistics.laws import LAWS
 from gradstats.statistics.tails import TailTest, widened
+from gradstats.tables import format_short
 
 __all__ = ["closest_law", "named_law", "tail_tests"]
 
@@ -157,7 +158,7 @@ def tail_tests(fits: Sequence[Mapping[str, Any]], designs: Mapping[float, float]
     seen = (
         f"{100 * visible:.0f}\N{NO-BREAK SPACE}% more than k"
         if visible < 3
-        else f"{1 + visible:.2g} k"
+        else f"{format_short(1 + visible)} k"
     )
     how = f"; design effect {design:.3g}" if design >= 1.5 else ""
     text = f"A test of what the thresholds keep at ratio {ratio:g} (k = {k:,}{how}) sees {seen} with probability 0.8"

@@ -9,6 +9,7 @@ from typing import Any
 from gradstats.analysis.quality import EMPTY, INFINITE
 from gradstats.analysis.rules import COUNTING, TOLERANCE
 from gradstats.analysis.verdicts.verdict import FAR, Verdict, joined, listed, percent
+from gradstats.tables import format_short
 
 __all__ = ["counting_rules", "left_out", "which_rule"]
 
@@ -178,6 +179,4 @@ def _nothing(rule: Mapping[str, Any]) -> str:
 
 
 def _short(value: float) -> str:
-    return (
-        f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.2g}" if value < 100 else f"{value:.0f}"
-    )
+    return f"{value:.2f}" if 0.1 <= value < 10 else format_short(value)

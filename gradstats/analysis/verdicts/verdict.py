@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradstats.tables import format_short
+
 __all__ = ["FAR", "FITS", "Verdict", "joined", "listed", "percent", "signed", "signed_percent"]
 
 FITS = math.log(1.05)
@@ -52,8 +54,8 @@ def percent(error: float) -> str:
     if error > 5:
         return "more than 100-fold"
     if error > FAR:
-        return f"{math.exp(error):.2g}-fold"
-    return f"{100 * math.expm1(max(error, _LEAST)):.2g}\N{NO-BREAK SPACE}%"
+        return f"{format_short(math.exp(error))}-fold"
+    return f"{format_short(100 * math.expm1(max(error, _LEAST)))}\N{NO-BREAK SPACE}%"
 
 
 def listed(ratios: Sequence[float] | Mapping[float, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from gradstats.analysis.verdicts.advised import TOO_FEW, sparse_already
 from gradstats.analysis.verdicts.verdict import Verdict, joined
+from gradstats.tables import format_short
 
 __all__ = ["is_adaptive", "should_compress"]
 
@@ -115,5 +116,4 @@ def _holding(shares: Mapping[int, object], held: Mapping[float, Sequence[float]]
 
 
 def _percent(share: float) -> str:
-    # two digits of 99.5 and more would be 1e+02
-    return (f"{100 * share:.2g}" if share < 0.995 else "100") + _UNIT
+    return format_short(100 * share) + _UNIT
