@@ -3,7 +3,7 @@
 python benchmarks/gpu_kernels.py [--arch 80 90] [--short] [--json]
 
 Triton compiles a kernel anew for arrays that do not start at a multiple of 16 bytes, of more than 2³¹ elements, and of
-one; ``--short`` compiles these cases of float32 alone, and for the last architecture named.
+one; ``--short`` compiles these cases of float32 alone, for the last architecture named, for others its usual one.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def main() -> None:
         resources(*variant, arch)
         for arch in options.arch
         for variant in variants(options.short)
-        if not options.short or variant[-1] == "usual" or arch == options.arch[-1]
+        if not options.short
+        or arch == options.arch[-1]
+        or (variant[1] not in DTYPES[1:] and variant[-1] == "usual")
     ]
     print(json.dumps(records) if options.json else render(records))
 

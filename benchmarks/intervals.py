@@ -521,7 +521,7 @@ def _fits() -> Iterator[Case]:
             outside = wide.get(model, ())
             if model == "dgamma" and n > 10_000:
                 outside = ("a, closed", "scale, closed")
-            brief = 200 * (n == 2000)
+            brief = 100 * (n == 2000)
             yield Case("fit", str(law), n, ask, EACH[n], n >= 2000, outside, brief=brief)
         law = Law(model, shape, "clusters")
         for n, replications in ((2000, 1000), (1_000_000, 100)):
@@ -538,15 +538,15 @@ def _decays() -> Iterator[Case]:
     for law in (Law("pareto", (1.25,)), Law("pareto", (2.5,))):
         for n, replications in ((10_000, 1000), (1_000_000, 300)):
             ask = partial(ask_decay, law, n)
-            brief = 80 * (n == 10_000)
+            brief = 40 * (n == 10_000)
             yield Case("compressibility", str(law), n, ask, replications, brief=brief)
     pareto, name = Law("pareto", (1.25,)), "compressibility, own window"
-    yield Case(name, str(pareto), 10_000, partial(ask_window, pareto, 10_000), 1000, brief=100)
+    yield Case(name, str(pareto), 10_000, partial(ask_window, pareto, 10_000), 1000, brief=50)
     name = "compressibility, blocks"
     for law in (pareto, Law("pareto", (1.25,), "clusters"), Law("laplace", (), "layers")):
         for n, replications in ((10_000, 500), (1_000_000, 100)):
             ask = partial(ask_blocks, law, n)
-            brief = 100 * (law.kind == "independent" and n == 10_000)
+            brief = 50 * (law.kind == "independent" and n == 10_000)
             # stated for clusters of less than a tenth of a run, which is √n
             stated = law.kind == "independent" or (law.kind == "clusters" and n > 40_000)
             if law.kind != "layers" or n > 10_000:  # else too few elements of a layer
@@ -569,20 +569,20 @@ def _series() -> Iterator[Case]:
         law = f"AR({memory:g})" if memory < 1 else "random walk"
         for n in (20, 60, 150, 400, *([1000] if memory == 0.98 else [])):
             ask = partial(ask_drift, memory, n, 1)
-            brief = {(0.0, 60): 80, (1.0, 400): 60}.get((memory, n), 0)
+            brief = {(0.0, 60): 40, (1.0, 400): 30}.get((memory, n), 0)
             outside = () if n >= least else ("slope", "slope_p")
             if n < levels.get(memory, math.inf):
                 outside = (*outside, "kpss_p", "adf_p")
             yield Case("drift", law, n, ask, 500, outside=outside, brief=brief)
     ask = partial(ask_drift, 0.5, 60, 10)
-    yield Case("drift", "10 series of AR(0.5)", 60, ask, 500, brief=20)
+    yield Case("drift", "10 series of AR(0.5)", 60, ask, 500, brief=10)
     for memory in (0.0, 0.9):
         for n in (10, 20, 50, 200, 1000):
             ask = partial(ask_spread, memory, n)
             yield Case("low to high", f"AR({memory:g})", n, ask, 4000, stated=False, level=0.9)
     for memory, least in {0.0: 20, 0.5: 40, 0.9: 200}.items():
         for n in (20, 60, 150, 400):
-            ask, brief = partial(ask_mean, memory, n), 300 * (memory == 0.5 and n == 60)
+            ask, brief = partial(ask_mean, memory, n), 150 * (memory == 0.5 and n == 60)
             name = "quality, mean over steps"
             yield Case(name, f"AR({memory:g})", n, ask, 2000, n >= least, brief=brief)
     for kind in ("normal", "heavy"):
@@ -591,11 +591,11 @@ def _series() -> Iterator[Case]:
                 ask = partial(ask_noise, kind, micro, batch, n)
                 law = f"{kind} inputs, {micro} micro-batches of {batch}"
                 yield Case(
-                    "monitor, noise", law, n, ask, 1000, brief=300 * (n == 50 and micro == 2)
+                    "monitor, noise", law, n, ask, 1000, brief=150 * (n == 50 and micro == 2)
                 )
     for n in (5, 10, 20):
         ask = partial(ask_line, n)
-        yield Case("bench-network", "a line, 5 % noise", n, ask, 1000, brief=100 * (n == 10))
+        yield Case("bench-network", "a line, 5 % noise", n, ask, 1000, brief=50 * (n == 10))
     for law in (
         Law("laplace"),
         Law("double_genpareto", (0.15,)),
@@ -606,13 +606,13 @@ def _series() -> Iterator[Case]:
             ask = partial(ask_floor, law, n)
             known = law.kind == "independent"
             outside = ("k̂/k of a fitted Laplace",)
-            brief = 300 * (known and n == 2000)
+            brief = 150 * (known and n == 2000)
             yield Case("quality", str(law), n, ask, EACH[n], known, outside, brief=brief)
 
 
 def _tests() -> Iterator[Case]:
     for n in (200, 2000, 100_000):
-        brief = 100 * (n == 2000)
+        brief = 50 * (n == 2000)
         for law in (Law("laplace"), Law("norm")):
             yield Case("compare", str(law), n, partial(ask_nested, law, n), EACH[n], brief=brief)
         law = Law("gennorm", (between(),))
@@ -629,7 +629,7 @@ def _tests() -> Iterator[Case]:
             law, name = Law(model, TRUTHS[model]), f"fit --bootstrap, {statistic}"
             naive = (f"p_naive, {method}",)
             ask = partial(ask_bootstrap, law, 500, method, statistic)
-            brief = 100 * (model == "laplace")
+            brief = 50 * (model == "laplace")
             yield Case(name, str(law), 500, ask, 400, outside=naive, brief=brief)
             law = Law(model, TRUTHS[model], "clusters")
             if model in ("laplace", "dgamma"):
@@ -642,7 +642,7 @@ def _peaks() -> Iterator[Case]:
     for law in (Law("laplace"), Law("double_genpareto", (0.2,)), Law("double_genpareto", (0.4,))):
         for n, replications in ((2000, 1000), (20_000, 500), (1_000_000, 200)):
             ask = partial(ask_peaks, law, n, 0.1)
-            brief = 100 * (n == 2000)
+            brief = 50 * (n == 2000)
             heavy = ("mean excess",) if law.tail > 0.25 and n < 100_000 else ()
             yield Case("pot", str(law), n, ask, replications, outside=heavy, brief=brief)
     for law in (
@@ -656,11 +656,11 @@ def _peaks() -> Iterator[Case]:
             yield Case("pot", str(law), n, ask, replications, stated=False)
     law = Law("laplace", (), "layers")
     ask, pooled = partial(ask_mixture, law, 100_000), ("ξ, pooled",)
-    yield Case("pot --layers", str(law), 100_000, ask, 200, outside=pooled, brief=20)
+    yield Case("pot --layers", str(law), 100_000, ask, 200, outside=pooled, brief=10)
     name = "pot, threshold chosen"
     for law in (Law("laplace"), Law("double_genpareto", (0.2,)), Law("t", (4.0,))):
         n = 20_000 if law.shape else 10_000
-        ask, brief = partial(ask_choice, law, n), 10 * (law.model == "laplace")
+        ask, brief = partial(ask_choice, law, n), 5 * (law.model == "laplace")
         yield Case(name, str(law), n, ask, 60, brief=brief)
 
 

@@ -494,7 +494,7 @@ def ask_training(optimizer: str, rng: Generator) -> dict[str, Any]:
 def statements() -> Iterator[Statement]:
     """Return every case."""
     for kind, many in zip(TIMES, (100, 40, 40, 40), strict=True):
-        brief = 10 * (kind in (TIMES[0], TIMES[-1]))
+        brief = 5 * (kind in (TIMES[0], TIMES[-1]))
         yield Statement("bench --compare", kind, 15, partial(ask_times, kind), many, brief)
     for law in ("normal", "Laplace", "t(3), layers"):
         for n in (200, 5000):
@@ -503,11 +503,11 @@ def statements() -> Iterator[Statement]:
     for steps in (4, 24, 50):
         ask = partial(ask_clipping, steps)
         yield Statement(
-            "compare, clipping", "norms vary by 30 %", steps, ask, 100, 30 * (steps == 24)
+            "compare, clipping", "norms vary by 30 %", steps, ask, 100, 15 * (steps == 24)
         )
     for ranks in (3, 8):
         ask = partial(ask_ranks, ranks)
-        yield Statement("compare, ranks", "half common", ranks, ask, 100, 20)
+        yield Statement("compare, ranks", "half common", ranks, ask, 100, 10)
     for correlation, n, many in ((0.0, 24, 300), (0.0, 60, 80), (0.05, 24, 80)):
         name = f"correlation {correlation:g} of ranks' noise"
         ask, brief = partial(ask_agreement, correlation, n), 4 * (n == 60)
@@ -517,7 +517,7 @@ def statements() -> Iterator[Statement]:
         for memory in (0.0, 0.5):
             ask = partial(ask_uneven, spacing, memory, 60)
             name = f"{spacing}, AR({memory:g})"
-            yield Statement("drift, uneven", name, 60, ask, 200, 30 * (memory > 0))
+            yield Statement("drift, uneven", name, 60, ask, 200, 15 * (memory > 0))
     for kind in NORMS:
         for layers in (1, 5) if kind == "decaying" else (1, 5, 60):
             ask, hard = partial(ask_monitor, kind, layers), kind in ("AR(0.9)", "common t(3)")
@@ -525,7 +525,7 @@ def statements() -> Iterator[Statement]:
             yield Statement("Monitor", kind, layers, ask, 40, brief)
     for name, length in LENGTHS.items():
         for steps in (1, 3):
-            ask, brief = partial(ask_design, length, steps), 150 * (steps == 1 and length <= 15)
+            ask, brief = partial(ask_design, length, steps), 75 * (steps == 1 and length <= 15)
             # the range of three is wider than their mean's interval
             outside = () if length < 512 and steps == 1 else ("mean k̂/k",)
             if length > 1 or steps > 1:
@@ -533,7 +533,7 @@ def statements() -> Iterator[Statement]:
             yield Statement("quality, design", name, steps, ask, 400, brief, outside=outside)
     for length, name in ((1, "independent"), (15, "runs of 15"), (200, "runs of 200")):
         for n in (20_000, 200_000):
-            ask, brief = partial(ask_shape, length, n), 100 * (n == 20_000 and length <= 15)
+            ask, brief = partial(ask_shape, length, n), 50 * (n == 20_000 and length <= 15)
             # runs that long make counts vary more than the shape, and the interval too wide
             outside = ("ξ", "ξ with the design effect")[: 1 + (length > 15)] if length > 1 else ()
             yield Statement("report, tail", name, n, ask, 300, brief, outside=outside)
@@ -545,13 +545,13 @@ def statements() -> Iterator[Statement]:
         ask, data = partial(ask_trial, noise), f"differences {noise}"
         # most samples of a few have less than the mean of a skewed difference
         skewed = ("confirmed at the tolerance",) if "exponential" in noise else ()
-        yield Statement("Trial", data, trials.PAIRS, ask, 500, 100, outside=skewed)
+        yield Statement("Trial", data, trials.PAIRS, ask, 500, 50, outside=skewed)
     for optimizer in trials.OPTIMIZERS:
         ask = partial(ask_training, optimizer)
         brief = 3 * (optimizer == "SGD")  # fewer could not leave the band
         yield Statement("Trial", f"digits, {optimizer}", trials.PAIRS, ask, 100, brief)
     for memory, least in {0.0: 5, 0.5: 60}.items():
         for n in (5, 10, 24, 60):
-            ask, brief = partial(ask_rules, memory, n), 100 * (n == 60)
+            ask, brief = partial(ask_rules, memory, n), 50 * (n == 60)
             name = f"AR({memory:g})"
             yield Statement("quality, hits k", name, n, ask, 500, brief, stated=n >= least)

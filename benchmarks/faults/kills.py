@@ -98,6 +98,12 @@ def _write_shards_for_ever(folder: Path, rank: int, seed: int, reports: Connecti
         each.close()
 
 
+def _left(folder: Path) -> list[tuple[Path, bool]]:
+    """Return the traces in a folder by age, and whether every reader reads it: of those that were whole, one does."""
+    left = sorted((p for p in folder.glob("*.zarr") if is_trace(p)), key=lambda p: int(p.stem))
+    return [(path, i >= len(left) - 2) for i, path in enumerate(left)]
+
+
 def shards(number: int, folder: Path) -> str:
     """Kill both writers of a sharded model: what both have committed is there, and true."""
     rng = random.Random(number)
@@ -109,8 +115,8 @@ def shards(number: int, folder: Path) -> str:
         process.kill()
         time.sleep(rng.choice([0, 0, 0.02]))
     found = [process.rest() for process in processes]
-    for path in (p for p in folder.glob("*.zarr") if is_trace(p)):
-        trace = assert_shards_agree(path)
+    for path, newest in _left(folder):
+        trace = assert_shards_agree(path) if newest else open_trace(path)
         both = [{step for n, step in each if n == int(path.stem)} for each in found]
         steps = trace.steps(0) if 0 in trace.ranks else []
         least = len(set.intersection(*both))
@@ -228,12 +234,10 @@ def _capture(number: int, folder: Path, ranks: int) -> str:
     finished = [dict(process.rest()) for process in processes]
     for each in set.intersection(*map(set, finished)):
         complete[each] = finished[0][each]
-    left = [p for p in folder.glob("*.zarr") if is_trace(p)]
-    assert {int(p.stem) for p in left} >= set(complete)
-    # of those that were whole before the kill, one is read by every reader
-    newest = sorted(left, key=lambda p: int(p.stem))[-2:]
-    for path in left:
-        trace = assert_all_agree(path) if path in newest else open_trace(path)
+    left = _left(folder)
+    assert {int(path.stem) for path, _ in left} >= set(complete)
+    for path, newest in left:
+        trace = assert_all_agree(path) if newest else open_trace(path)
         _as_captured(trace, ranks, complete.get(int(path.stem)))
     for (name, rank), steps in seen.items():
         after = open_trace(folder / name).steps(rank)

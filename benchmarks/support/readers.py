@@ -59,9 +59,27 @@ def views(path):
         yield through_xarray(path)
 
 
+def held(trace, newest):
+    """Return {(rank, kind, step): gradient or sketches} of the newest steps, as our reader gives them: read once."""
+    return {
+        (rank, kind, step): (trace.read if trace.has_gradients(rank, kind) else trace.sketches)(
+            step, rank, kind
+        )
+        for rank in trace.ranks
+        for kind in trace.kinds(rank)
+        for step in trace.steps(rank)[-newest:]
+    }
+
+
 def assert_all_agree(path):
     """Compare what is committed, and every value of it; return our reader's trace."""
     trace = open_trace(path)
+    ours = held(trace, 6)
+    for (rank, kind, step), whole in ours.items():
+        for layer in trace.layers if trace.has_gradients(rank, kind) else ():
+            own = trace.read(step, rank, kind, layer.name)
+            assert own.shape == layer.shape
+            assert np.array_equal(own.reshape(-1), whole[layer.slice])
     for view in views(path):
         assert sorted(view) == [f"rank{rank:05d}" for rank in trace.ranks]
         for rank in trace.ranks:
@@ -77,25 +95,22 @@ def assert_all_agree(path):
             for name in ("compression", "layer_compression"):
                 columns = getattr(trace, name)(rank)
                 assert bool(columns) == (name in arrays)
+                theirs = np.asarray(arrays[name][1][:])[rows] if columns else None
                 for i, (column, values) in enumerate(columns.items()):
                     assert arrays[name][2]["names"][i] == column
-                    theirs = np.asarray(arrays[name][1][:])[rows, ..., i]
-                    assert np.array_equal(theirs, values, equal_nan=True)
+                    assert np.array_equal(theirs[..., i], values, equal_nan=True)
             for kind in trace.kinds(rank):
                 for row, step in zip(rows[-6:].tolist(), trace.steps(rank)[-6:], strict=True):
+                    own = ours[rank, kind, step]
                     if trace.has_gradients(rank, kind):
                         theirs = np.asarray(arrays[kind][1][row])
                         if arrays[kind][2].get("encoding") == "bfloat16":
                             theirs = (theirs.astype("u4") << 16).view("f4")
-                        assert np.array_equal(theirs, trace.read(step, rank, kind))
-                        for layer in trace.layers:
-                            own = trace.read(step, rank, kind, layer.name)
-                            assert own.shape == layer.shape
-                            assert np.array_equal(own.reshape(-1), theirs[layer.slice])
+                        assert np.array_equal(theirs, own)
                     else:
                         counts = np.asarray(arrays[f"{kind}_counts"][1][row])
                         sums = np.asarray(arrays[f"{kind}_moments"][1][row])
-                        for i, one in enumerate(trace.sketches(step, rank, kind)):
+                        for i, one in enumerate(own):
                             assert np.array_equal(np.flatnonzero(counts[i]), one.bins)
                             assert np.array_equal(counts[i][one.bins], one.counts)
                             assert sums[i].tolist()[:4] == [
@@ -149,6 +164,15 @@ def put_together(trace, parts):
 def assert_shards_agree(path):
     """Compare what is committed of a sharded model as zarr, xarray and our reader see it; return our trace."""
     trace = open_trace(path)
+    ours = held(trace, 4)
+    for (rank, kind, step), whole in ours.items():
+        zeros = trace.scalars(rank)[f"{kind}_zeros"][trace.steps(rank).index(step)]
+        assert zeros >= 0
+        for start in range(0, trace.numel, max(trace.numel // 3, 1)):
+            if trace.has_gradients(rank, kind):
+                stop = min(start + 100, trace.numel)
+                part = trace.read_slice(step, rank, kind, start, stop)
+                assert np.array_equal(part, whole[start:stop])
     for view in groups(path):
         rows = {}
         for name, (_, arrays) in view.items():
@@ -170,7 +194,7 @@ def assert_shards_agree(path):
                         counts = sum(
                             values for _, values in rows_of(view, own, f"{kind}_counts", rows, step)
                         )
-                        for i, one in enumerate(trace.sketches(step, rank, kind)):
+                        for i, one in enumerate(ours[rank, kind, step]):
                             assert np.array_equal(np.flatnonzero(counts[i]), one.bins)
                             assert np.array_equal(counts[i][one.bins], one.counts)
                             assert one.numel == trace.layers[i].numel
@@ -179,13 +203,7 @@ def assert_shards_agree(path):
                     theirs = parts[0][1] if kind == "local" else put_together(trace, parts)
                     if kind == "local" and "encoding" in parts[0][0]:
                         theirs = (theirs.astype("u4") << 16).view("f4")
-                    assert np.array_equal(theirs, trace.read(step, rank, kind))
-                    zeros = trace.scalars(rank)[f"{kind}_zeros"][trace.steps(rank).index(step)]
-                    assert zeros >= 0
-                    for start in range(0, trace.numel, max(trace.numel // 3, 1)):
-                        stop = min(start + 100, trace.numel)
-                        part = trace.read_slice(step, rank, kind, start, stop)
-                        assert np.array_equal(part, theirs[start:stop])
+                    assert np.array_equal(theirs, ours[rank, kind, step])
     assert_frames_agree(trace)
     return trace
 
@@ -202,7 +220,7 @@ def assert_frames_agree(trace):
                 assert np.array_equal(frame.loc[rank][name], column, equal_nan=True)
     held = {k for rank in trace.ranks for k in trace.kinds(rank) if trace.has_gradients(rank, k)}
     for layer in trace.layers if held else ():
-        array = trace[layer.name]
+        array = trace[layer.name].load()
         assert array.dims[:3] == ("rank", "kind", "step")
         assert array.shape == (len(trace.ranks), len(held), len(trace.steps()), *layer.shape)
         for rank, kind, step in itertools.product(trace.ranks, held, trace.steps()[-6:]):

@@ -81,7 +81,7 @@ def worker(config: RunConfig, store: Any = None) -> RunResult:
 
 
 def thread_count(nproc: int) -> int:
-    """Return how many threads each process gets, where several share this machine.
+    """Return how many threads each process gets, where several share this machine: no more than OMP_NUM_THREADS.
 
     Parameters
     ----------
@@ -93,7 +93,8 @@ def thread_count(nproc: int) -> int:
     int
         Number of threads, at least 1.
     """
-    return max(1, (os.cpu_count() or 1) // nproc)
+    # torch has read OMP_NUM_THREADS, or counted the cores: a user who asks for fewer has a reason
+    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // nproc))
 
 
 def _train(config: RunConfig) -> RunResult:

@@ -113,7 +113,7 @@ def test_the_futures_of_a_refused_step_hold_the_error():
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_exiting_right_after_the_last_step_does_not_abort(tmp_path):
-    """With the model alive, as scripts end. Before the fix one run in five aborted here, so eight tell."""
+    """With the model alive, as scripts end. Before the fix one run in five aborted: two times of three five tell."""
     imports = """
 import torch, torch.distributed as dist, capture.workloads.forked
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -127,7 +127,7 @@ for _ in range(5):
     ddp(torch.randn(8, 300)).sum().backward()
 dist.destroy_process_group()
 """
-    assert_ends(imports, body, tmp_path, trials=8)
+    assert_ends(imports, body, tmp_path, trials=5)
 
 
 def test_compressors_by_name():
