@@ -7,4 +7,6 @@ import multiprocessing
 __all__ = ["CONTEXT"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["capture.workloads.forked", "torch.distributed.checkpoint"])
+CONTEXT.set_forkserver_preload(
+    ["capture.workloads.forked", "torch.distributed.checkpoint", "dask", "pytest", "xarray", "zarr"]
+)

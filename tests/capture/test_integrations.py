@@ -159,7 +159,7 @@ model = cases.gpt2()
 import torch.distributed
 torch.distributed.destroy_process_group()
 """
-    run(tmp_path, script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run(tmp_path, script, ranks=2)
     mean, local = (gradstats.open_trace(tmp_path / f"{n}.zarr") for n in ("mean", "local"))
     seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches(ranks=2), clip=0.1)
     assert local.world_size == 2

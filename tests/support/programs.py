@@ -129,9 +129,12 @@ def _serve():
     os.dup2(2, 1)
     for name in (
         "capture.workloads.forked",
+        "capture.cli",
         "gradstats.cli",
+        "gradstats.plots",
         "gradstats.report",
         "scipy.stats",
+        "xarray",
         "zarr",
     ):
         import_module(name)
