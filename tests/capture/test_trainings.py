@@ -400,8 +400,10 @@ capture.close()
 """
 
 
-@pytest.mark.parametrize("option", ["store='gradients'", "store='sketches'", "dtype='bfloat16'"])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("times", "option"),
+    [(1, "store='gradients'"), (2, "store='sketches'"), (2, "dtype='bfloat16'")],
+)
 def test_an_interrupt_while_closing_waits_for_what_is_queued(tmp_path, times, option):
     stored = range(5, 6) if times == 1 else range(1, 5)
     script = INTERRUPTED.format(path=str(tmp_path / "a.zarr"), times=times, option=option)
