@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 from conftest import ROOT
-from support.programs import Kernel
+from support.programs import BARE, Kernel
 
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST = 300_000
@@ -132,11 +132,12 @@ def test_the_list_in_the_documentation_has_every_notebook_and_only_numbers_of_it
 def test_a_kernel_that_takes_long_to_end_is_ended():
     """`jupyter_client` does so after some seconds; the next kernel starts, and ends by itself."""
     long, short = (["python", "-c", code] for code in ("import time; time.sleep(60)", ""))
-    kernel = Kernel(long, ROOT, dict(os.environ))
+    env = os.environ | {BARE: ""}
+    kernel = Kernel(long, ROOT, env)
     assert kernel.poll() is None
     kernel.send_signal(signal.SIGTERM)
     assert kernel.wait() == -signal.SIGTERM
-    assert Kernel(short, ROOT, dict(os.environ)).wait() == 0
+    assert Kernel(short, ROOT, env).wait() == 0
 
 
 @pytest.mark.slow

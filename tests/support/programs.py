@@ -27,8 +27,16 @@ __all__ = ["Kernel", "program"]
 
 INLINE = "module://matplotlib_inline.backend_inline"
 """Where a kernel's figures go."""
+IMPORTED = (
+    *("capture.workloads.forked", "capture.cli"),
+    *("gradstats.cli", "gradstats.plots", "gradstats.report"),
+    *("scipy.stats", "xarray", "zarr"),
+)
+"""What programs come to need."""
+BARE = "SUPPORT_PROGRAMS_BARE"
+"""A variable that has nothing imported before: for what says nothing of gradstats."""
 READ_ONCE = (
-    "PYTHONPATH", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "MPLBACKEND"
+    BARE, "PYTHONPATH", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "MPLBACKEND"
 )  # fmt: skip
 """Variables that Python and libraries read as they start: a process is shared by programs that have them alike."""
 
@@ -127,18 +135,10 @@ def _server(settings):
 def _serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for name in (
-        "capture.workloads.forked",
-        "capture.cli",
-        "gradstats.cli",
-        "gradstats.plots",
-        "gradstats.report",
-        "scipy.stats",
-        "xarray",
-        "zarr",
-    ):
+    bare = BARE in os.environ
+    for name in () if bare else IMPORTED:
         import_module(name)
-    if os.environ.get("MPLBACKEND") == INLINE:
+    if os.environ.get("MPLBACKEND") == INLINE and not bare:
         import_module("ipykernel.kernelapp")
         import_module("seaborn")
         # 0, as wide as a terminal, where it is imported before there is a kernel
