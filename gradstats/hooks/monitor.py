@@ -20,7 +20,13 @@ from gradstats.hooks.facts import Facts
 from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.layout import check_patterns, matching
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
-from gradstats.hooks.optimizers import TakenGradients, after_closure, after_steps, before_steps
+from gradstats.hooks.optimizers import (
+    GoneOptimizer,
+    TakenGradients,
+    after_closure,
+    after_steps,
+    before_steps,
+)
 from gradstats.hooks.spikes import FEWEST, LIMIT, WINDOW, Spikes, Trigger
 from gradstats.hooks.step import Scaler
 from gradstats.hooks.torch_private import scaler_stages, unwrap
@@ -72,7 +78,8 @@ class Monitor(Facts):
     optimizer : torch.optim.Optimizer, optional
         Optimizer to hook into, also as accelerate or Lightning wraps it. Of ``optimizer.step(closure)`` the gradient
         described is the one that the closure computes first. Steps that a ``GradScaler`` skips never reach it: call
-        :meth:`step` before ``scaler.step()`` instead where you want to see them.
+        :meth:`step` before ``scaler.step()`` instead where you want to see them. Once it is gone, the next backward
+        pass warns, for what follows it sees no steps of another.
     updates : bool
         Whether, with `optimizer`, to describe what its steps do to the parameters. It takes one more copy of the
         parameters during steps that are described.
@@ -254,6 +261,7 @@ class Monitor(Facts):
         if optimizer is not None:
             self._handles.append(before_steps(optimizer, partial(self._before, bool(updates))))
             self._handles.append(after_steps(optimizer, self._after))
+            self._handles.append(GoneOptimizer(optimizer, self._layers, self))
 
     def _facts(self) -> dict[str, str]:
         shown = ("step", "norm", "xi", "zeros", "quality", "spike")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from gradstats.errors import InputError, several, warn
 from gradstats.hooks.torch_private import innermost_optimizer
 
 __all__ = [
+    "GoneOptimizer",
     "TakenGradients",
     "after_closure",
     "after_steps",
@@ -190,3 +193,48 @@ class TakenGradients:
         if not self._warned:
             self._warned = True
             warn(message)
+
+
+class GoneOptimizer:
+    """Warn, once, of a backward pass after an optimizer is gone: another has taken its place, without our hooks.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer, in whatever wrappers.
+    layers : sequence of (str, torch.Tensor)
+        Names and parameters.
+    follower : object
+        What follows the optimizer, and is kept alive by nothing here: without it nobody is warned.
+    """
+
+    def __init__(
+        self, optimizer: Any, layers: Sequence[tuple[str, torch.Tensor]], follower: object
+    ) -> None:
+        self._handles: list[RemovableHandle] = []
+        watch = partial(self._watch, layers, weakref.ref(follower))
+        self._end = weakref.finalize(innermost_optimizer(optimizer), watch)
+        self._end.atexit = False
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        self._end.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch(
+        self, layers: Sequence[tuple[str, torch.Tensor]], follower: weakref.ref[object]
+    ) -> None:
+        # a training that is over has no backward pass any more, and its optimizer may go
+        def reached(_: torch.Tensor) -> None:
+            self.remove()
+            if follower() is not None:
+                warn(
+                    "the optimizer of a monitor is gone, and training goes on with another: it describes no more "
+                    "steps; make a monitor for the new one"
+                )
+
+        for _, parameter in layers:
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(reached))

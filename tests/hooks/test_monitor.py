@@ -193,6 +193,36 @@ def test_with_a_closure_the_values_are_those_of_the_step(make, keyword):
         assert len(computed) > 1 or make is not torch.optim.LBFGS
 
 
+def test_an_optimizer_that_another_replaces_is_missed_once():
+    """By a backward pass of what goes on; not where the training is over, the monitor closed, or gone, too."""
+    net = model()
+
+    def train(optimizer, steps=2):
+        for step in range(steps):
+            optimizer.zero_grad()
+            net(inputs(0, step)).square().mean().backward()
+            optimizer.step()
+
+    def begin():
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        monitor = Monitor(net, optimizer=optimizer)
+        train(optimizer)
+        return monitor, torch.optim.SGD(net.parameters(), 0.02)
+
+    monitor, other = begin()
+    with pytest.warns(UserWarning, match="make a monitor for the new one") as caught:
+        train(other)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert monitor.values["gradient/step"] == 1
+    monitor, other = begin()
+    monitor.close()
+    train(other)
+    monitor, other = begin()
+    del monitor
+    train(other)
+
+
 def test_an_optimizer_in_a_wrapper_is_found_and_what_is_none_is_one_line():
     class Wrapper(torch.optim.Optimizer):
         """As accelerate's and Lightning's: an Optimizer that was never initialised."""
