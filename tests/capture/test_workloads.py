@@ -549,7 +549,7 @@ def test_an_unknown_store_is_one_line(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_demo_from_a_to_z(tmp_path):
-    done = command("demo", "--out", tmp_path / "demo", "--steps", 8)
+    done = command("demo", "--out", tmp_path / "demo", "--steps", 4)
     assert "k̂/k, elements kept over elements asked for" in " ".join(done.stdout.split())
     assert "resnet20" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -565,9 +565,9 @@ def test_demo_from_a_to_z(tmp_path):
     assert str(tmp_path / "demo" / "report.html") in "".join(done.stderr.split())
     for name in ("topk", "topk-ef"):
         trace = tmp_path / "demo" / f"{name}.zarr"
-        assert len(open_trace(trace).steps()) == 8
+        assert len(open_trace(trace).steps()) == 4
         tree = xarray.open_datatree(trace, engine="zarr", consolidated=False)
-        assert tree["rank00001"].sizes["step"] == 8
+        assert tree["rank00001"].sizes["step"] == 4
 
 
 @pytest.mark.distributed
