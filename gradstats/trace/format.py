@@ -803,7 +803,9 @@ def root_attributes(path: Path) -> dict[str, Any]:
         if not path.exists():
             raise TraceError(f"no such trace: {path}")
     except (OSError, ValueError) as error:
-        raise TraceError(f"cannot open {path!r}: {first_line(error)}") from None
+        # the text of an OSError has the path once more, however long it is
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise TraceError(f"cannot open {shown(str(path))}: {reason}") from None
     if not is_trace(path):
         raise TraceError(f"{path} is not a gradstats trace")
     attributes = read_metadata(path / "zarr.json", path)["attributes"]

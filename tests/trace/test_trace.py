@@ -419,6 +419,12 @@ def test_what_is_no_path_is_said_in_one_short_line(path):
         assert "\n" not in str(caught.value)
 
 
+def test_a_name_that_no_file_can_have_is_said_in_one_short_line():
+    with pytest.raises(TraceError, match=r"^cannot open 'x+…: File name too long$") as caught:
+        open_trace("x" * 4000)
+    assert len(str(caught.value)) < 200
+
+
 @every("field", ["steps", "ranks", "kinds", "layers"])
 @every("value", [5, "gradient", 1.5, object()])
 def test_what_is_no_list_selects_nothing(field, value):
