@@ -18,7 +18,7 @@ from gradstats.statistics.compressibility import (
     local_exponents,
     window_exponents,
 )
-from gradstats.statistics.dependence import over_blocks
+from gradstats.statistics.dependence import RUN, design_effect, over_blocks
 from gradstats.statistics.resampling import block_counts
 from gradstats.trace import open_trace
 
@@ -416,3 +416,16 @@ def test_a_log_normal_is_not_called_compressible_and_a_power_law_is():
     power_laws = [compressibility(1 + rng.pareto(1 / 0.8, n)) for _ in range(30)]
     assert sum(c.reason == Ruling.LOGNORMAL for c in power_laws) == 0
     assert sum(c.compressible is True for c in power_laws) >= 24
+
+
+def test_a_design_effect_is_the_variance_of_counts_over_that_of_independent_elements():
+    rng = np.random.default_rng(0)
+    for together in (1, 16, RUN):  # neighbours that reach the threshold together
+        reach = np.repeat(rng.random((2000, RUN // together)) < 0.1, together, 1)
+        counts = reach.sum(1)
+        share = counts.mean() / RUN
+        found = design_effect(2000, float(counts.sum()), float(np.square(counts).sum()))
+        assert found == pytest.approx(counts.var(ddof=1) / (RUN * share * (1 - share)))
+        assert found == pytest.approx(together, rel=0.15)  # five standard errors
+    for counts in (np.zeros(40), np.full(40, RUN), np.arange(19.0)):
+        assert math.isnan(design_effect(len(counts), counts.sum(), np.square(counts).sum()))

@@ -657,3 +657,12 @@ def test_the_pareto_likelihood_has_no_slope_at_its_maximum(c):
         step = 1e-3 * f.stderr[name] * (np.arange(2) == i)
         slope = (likelihood(*(at + step)) - likelihood(*(at - step))) / 2e-3
         assert abs(slope) < 1e-4, name  # of one standard error
+
+
+@pytest.mark.parametrize("shape", [0.4, 1.0, 3.0])
+def test_the_error_of_a_gamma_shape_by_moments_is_the_textbooks(shape):
+    """2a(a + 1)/n is its asymptotic variance (Johnson, Kotz and Balakrishnan 1994, chapter 17)."""
+    x = np.random.default_rng(0).gamma(shape, size=50_000)
+    found = fit(x, "dgamma", "moments")
+    a = found.params["a"]
+    assert found.stderr["a"] == pytest.approx(math.sqrt(2 * a * (a + 1) / x.size), rel=1e-6)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from scipy import stats
 from support.terminal import run
 
 from gradstats import plots
@@ -251,3 +252,10 @@ def test_the_command():
         done = run("bench", *bad)
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_synthetic_gradients_have_the_laws_that_they_are_named_for():
+    for name, law in (("laplace", stats.laplace()), ("student-t", stats.t(3))):
+        assert stats.kstest(1e3 * TAILS[name](200_000), law.cdf).pvalue > 1e-3, name
+    layers = np.array_split(TAILS["layered"](200_000), 50)
+    assert np.ptp([np.log(np.abs(part).mean()) for part in layers]) > 3

@@ -35,7 +35,7 @@ from gradstats.thresholds import (
     make_estimator,
     sidco,
 )
-from gradstats.thresholds.views import Whole
+from gradstats.thresholds.views import Cells, Whole
 
 
 def assert_same(found, expected):
@@ -1020,3 +1020,16 @@ def test_a_rule_may_find_any_number(found, xp):
 def test_what_is_no_threshold_is_refused_in_one_line(found):
     with pytest.raises(InputError, match=r"^the rule 'outside' found the threshold .* at least 0$"):
         outside(found).estimate(np.ones(3), 0.5)
+
+
+def test_cells_are_summed_where_magnitudes_are_many_and_spread():
+    x = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
+    cells = Cells(x, pareto=True)
+    reach = np.abs(x[np.abs(x) > 1]).astype(np.float64)
+    sums = (reach.size, reach.sum(), np.square(reach).sum())
+    assert cells.resolves(1.0)
+    assert cells.resolves(1.0, sums)
+    assert not cells.resolves(1.0, tuple(s / 100 for s in sums))  # a hundredth as many
+    for value in (1.0005, 3.0):  # all but at the threshold; all alike
+        assert not cells.resolves(1.0, (10_000, 10_000 * value, 10_000 * value**2))
+    assert not cells.resolves(1e30, sums)
