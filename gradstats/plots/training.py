@@ -245,7 +245,7 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     _name_layers(ax, array, 0.0)
     ax.set(xlabel=_named(array))
     # scales of layers differ by powers of ten
-    if quantity in ("mean", "rms", "max", "scale", "threshold"):
+    if quantity in ("mean", "rms", "max", "scale", "threshold") and any(h > 0 for h in high):
         ax.set_xscale("log")
     if quantity == "zero_fraction":
         # all shares, with room for points at the ends

@@ -351,3 +351,10 @@ class TestDrift:
             over_training(path, models=["cauchy"])
         with pytest.raises(InputError, match="ratio"):
             over_training(path, ratios=[2.0])
+
+
+def test_of_few_elements_a_threshold_keeps_one():
+    x = np.random.default_rng(0).laplace(size=40).astype(np.float32)
+    found = over_training({"w": x}, ratios=[0.001, 0.1])["threshold"].squeeze()
+    assert found.sel(ratio=0.001) == np.abs(x).max()
+    assert found.sel(ratio=0.1) == np.sort(np.abs(x))[-4]

@@ -46,6 +46,16 @@ def test_a_tail_is_heavy_or_short_where_its_interval_says_so(c, low, high, word)
     assert ("no interval" in verdict.numbers) == math.isnan(low)
 
 
+def test_shapes_of_the_steps_before_are_said_in_their_order():
+    rows = [
+        {"layer": "pooled", "step": step, "n": FEWEST, "c": c, "c_low": c - 0.1, "c_high": c + 0.1}
+        for step, c in ((2, 0.11), (5, 0.22), (9, 0.33))
+    ]
+    said = tail_weight(rows, [], spike=False, layers=1, designs={}).numbers
+    assert ". Pooled, 0.11 at step 2, 0.22 at step 5. " in said
+    assert "Pooled, " not in tail_weight(rows[2:], [], spike=False, layers=1, designs={}).numbers
+
+
 def changed(**given):
     usual = {"changed": 0.25, "changed_bf16": 0.125, "dtype": "fp32", "predicted": 0.5}
     usual |= {"law": "laplace", "bytes": 4000, "numel": 1000, "bytes_a": 500, "bytes_b": 250}

@@ -360,6 +360,17 @@ def test_gradients_without_statistics_have_a_page(x, tmp_path):
     assert "Too few" in page.answer("How heavy is its tail?")
 
 
+def test_of_zeros_alone_the_first_rank_is_shown(tmp_path):
+    create_trace(tmp_path / "run.zarr", LAYERS, world_size=2)
+    for rank in (0, 1):
+        writer = TraceWriter(tmp_path / "run.zarr", rank)
+        writer.append(0, {"gradient": np.zeros(620, np.float32)})
+        writer.close()
+    write_report([open_source(tmp_path / "run.zarr")], tmp_path / "r.html")
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert "Too few" in page.answer("How heavy is its tail?")
+
+
 @pytest.mark.parametrize("several", [True, False])
 def test_a_source_is_opened_once(several, tmp_path, monkeypatch):
     """At the top; whatever measures it has a source handed down."""
