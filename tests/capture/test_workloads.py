@@ -26,11 +26,24 @@ from capture.workloads import WORKLOADS, RunConfig, RunResult, run, workload_inf
 from capture.workloads.images import load_cifar10, load_digits
 from capture.workloads.launch import RunFailedError
 from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
+from capture.workloads.training import thread_count
 from gradstats import open_trace
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
 
 GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
+
+
+@pytest.mark.parametrize(
+    ("given", "nproc", "threads"), [(1, 1, 1), (4, 2, 4), (16, 1, 16), (16, 5, 3), (8, 32, 1)]
+)
+def test_a_rank_takes_its_part_of_the_cores_and_no_more_than_it_is_given(
+    given, nproc, threads, monkeypatch
+):
+    """`given` is OMP_NUM_THREADS, as torch has read it, on a machine of 16 cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: given)
+    assert thread_count(nproc) == threads
 
 
 def test_digits_are_all_there_and_channels_differ():

@@ -23,7 +23,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest.mock import patch
 
-__all__ = ["Kernel", "program"]
+__all__ = ["BARE", "Kernel", "program"]
 
 INLINE = "module://matplotlib_inline.backend_inline"
 """Where a kernel's figures go."""
