@@ -3,7 +3,8 @@
 python benchmarks/gpu_kernels.py [--arch 80 90] [--short] [--json]
 
 Triton compiles a kernel anew for arrays that do not start at a multiple of 16 bytes, of more than 2³¹ elements, and of
-one; ``--short`` compiles these cases of float32 alone, for the last architecture named, for others its usual one.
+one. ``--short`` compiles the usual case of float32 for the last architecture named, and what differs from that in one
+respect: the case, the type or the architecture.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ CASES = ("usual", "unaligned", "64 bits", "one element")
 """Arguments for which Triton compiles a kernel anew."""
 
 
-def variants(short: bool) -> list[tuple[Any, str, dict[str, Any], str]]:
+def variants(short: bool, last: bool) -> list[tuple[Any, str, dict[str, Any], str]]:
     """Return each kernel with a type of its elements, its constants and a case."""
     found: list[tuple[Any, str, dict[str, Any], str]] = []
     for case, dtype in product(CASES, DTYPES):
-        if short and case != "usual" and dtype != "fp32":
+        if short and (case != "usual") + (dtype != "fp32") + (not last) > 1:
             continue
         blocks = 1 if case == "one element" else 32
         for signed, log in ((False, True), (False, False), (True, False)):
@@ -77,7 +78,8 @@ def variants(short: bool) -> list[tuple[Any, str, dict[str, Any], str]]:
         kernels._unpack_kernel: "u8",
         kernels._bernoulli_kernel: "i64",
     }
-    return [*found, *((k, dtype, {}, case) for (k, dtype), case in product(bits.items(), CASES))]
+    cases = CASES if last or not short else ["usual"]
+    return [*found, *((k, dtype, {}, case) for (k, dtype), case in product(bits.items(), cases))]
 
 
 def resources(
@@ -168,10 +170,7 @@ def main() -> None:
     records = [
         resources(*variant, arch)
         for arch in options.arch
-        for variant in variants(options.short)
-        if not options.short
-        or arch == options.arch[-1]
-        or (variant[1] not in DTYPES[1:] and variant[-1] == "usual")
+        for variant in variants(options.short, arch == options.arch[-1])
     ]
     print(json.dumps(records) if options.json else render(records))
 

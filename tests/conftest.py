@@ -25,7 +25,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 def pytest_configure(config):
     """Compile loops before the tests, or the first would have the note about it in its output.
 
-    Until all tests are found no garbage is looked for: a seventh of that time.
+    Garbage is not collected until all tests are found: almost all that they import stays.
     """
     gc.disable()
     if not hasattr(config, "workerinput"):

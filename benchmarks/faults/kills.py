@@ -99,9 +99,12 @@ def _write_shards_for_ever(folder: Path, rank: int, seed: int, reports: Connecti
 
 
 def _left(folder: Path) -> list[tuple[Path, bool]]:
-    """Return the traces in a folder by age, and whether every reader reads it: of those that were whole, one does."""
+    """Return the traces in a folder, the oldest first, and which every reader is to read: the last two.
+
+    The kill met the last one; those before it were whole by then, and one of them stands for all.
+    """
     left = sorted((p for p in folder.glob("*.zarr") if is_trace(p)), key=lambda p: int(p.stem))
-    return [(path, i >= len(left) - 2) for i, path in enumerate(left)]
+    return [(path, path in left[-2:]) for path in left]
 
 
 def shards(number: int, folder: Path) -> str:

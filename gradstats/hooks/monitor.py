@@ -78,8 +78,8 @@ class Monitor(Facts):
     optimizer : torch.optim.Optimizer, optional
         Optimizer to hook into, also as accelerate or Lightning wraps it. Of ``optimizer.step(closure)`` the gradient
         described is the one that the closure computes first. Steps that a ``GradScaler`` skips never reach it: call
-        :meth:`step` before ``scaler.step()`` instead where you want to see them. Once it is gone, the next backward
-        pass warns, for what follows it sees no steps of another.
+        :meth:`step` before ``scaler.step()`` instead where you want to see them. Another optimizer is not followed:
+        a backward pass after this one is gone warns.
     updates : bool
         Whether, with `optimizer`, to describe what its steps do to the parameters. It takes one more copy of the
         parameters during steps that are described.

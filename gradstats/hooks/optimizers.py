@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -149,10 +148,7 @@ class TakenGradients:
         self._reached: set[int] = set()
         self._warned = False
         reached = self._reached  # alone: a parameter must not keep this alive
-        self._handles = []
-        for _, parameter in layers:
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(lambda p: reached.add(id(p))))
+        self._handles = _after_backward(layers, lambda p: reached.add(id(p)))
 
     def forget(self) -> None:
         """Begin a step."""
@@ -211,9 +207,9 @@ class GoneOptimizer:
     def __init__(
         self, optimizer: Any, layers: Sequence[tuple[str, torch.Tensor]], follower: object
     ) -> None:
+        self._layers, self._follower = layers, weakref.ref(follower)
         self._handles: list[RemovableHandle] = []
-        watch = partial(self._watch, layers, weakref.ref(follower))
-        self._end = weakref.finalize(innermost_optimizer(optimizer), watch)
+        self._end = weakref.finalize(innermost_optimizer(optimizer), self._watch)
         self._end.atexit = False
 
     def remove(self) -> None:
@@ -223,18 +219,22 @@ class GoneOptimizer:
             handle.remove()
         self._handles.clear()
 
-    def _watch(
-        self, layers: Sequence[tuple[str, torch.Tensor]], follower: weakref.ref[object]
-    ) -> None:
+    def _watch(self) -> None:
         # a training that is over has no backward pass any more, and its optimizer may go
-        def reached(_: torch.Tensor) -> None:
-            self.remove()
-            if follower() is not None:
-                warn(
-                    "the optimizer of a monitor is gone, and training goes on with another: it describes no more "
-                    "steps; make a monitor for the new one"
-                )
+        self._handles = _after_backward(self._layers, self._reached)
 
-        for _, parameter in layers:
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(reached))
+    def _reached(self, _: torch.Tensor) -> None:
+        self.remove()
+        if self._follower() is not None:
+            warn(
+                "the optimizer of a monitor is gone, and training goes on with another: it describes no more steps; "
+                "make a monitor for the new one"
+            )
+
+
+def _after_backward(
+    layers: Sequence[tuple[str, torch.Tensor]], call: Callable[[torch.Tensor], object]
+) -> list[RemovableHandle]:
+    """Have every parameter call something when a backward pass has left a gradient."""
+    hooks: list[Any] = [p.register_post_accumulate_grad_hook for _, p in layers]
+    return [register(call) for register in hooks]

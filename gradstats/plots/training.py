@@ -244,7 +244,7 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     ax.plot(middle, place, "o", ms=3.5, color=PALETTE[0])
     _name_layers(ax, array, 0.0)
     ax.set(xlabel=_named(array))
-    # scales of layers differ by powers of ten
+    # scales of layers differ by powers of ten; matplotlib refuses a log axis of zeros
     if quantity in ("mean", "rms", "max", "scale", "threshold") and any(h > 0 for h in high):
         ax.set_xscale("log")
     if quantity == "zero_fraction":

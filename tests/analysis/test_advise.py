@@ -96,9 +96,8 @@ def test_what_held_out_advice_came_to_is_said_of_such_advice_alone(measured, mon
 
     made = "such advice ended within 2 % of dense in 7 of 9"
     assert f"{made}; these" in verdict()
-    for other in (0.01, 0.06):
-        assert made not in verdict(other)
-    assert made not in verdict(0.0001)
+    for other in (0.0001, 0.01, 0.06):
+        assert made not in verdict(other), other
     plan = {"compressor": "topk", "ratio": 0.1, "speedup": 1.5, "speedup_low": 1.2}
     assert made not in verdict(plans=[plan | {"speedup_high": 2.0}])
     held = {"tolerance": 0.02, "within": 7, "of": 9, "settings": ["dense-fp8"], "left_out": 2}

@@ -113,7 +113,7 @@ def test_the_futures_of_a_refused_step_hold_the_error():
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_exiting_right_after_the_last_step_does_not_abort(tmp_path):
-    """With the model alive, as scripts end. Before the fix one run in five aborted: two times of three five tell."""
+    """With the model alive, as scripts end. Before the fix one run in five aborted: two times in three, five tell."""
     imports = """
 import torch, torch.distributed as dist, capture.workloads.forked
 from torch.nn.parallel import DistributedDataParallel as DDP

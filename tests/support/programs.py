@@ -34,7 +34,7 @@ IMPORTED = (
 )
 """What programs come to need."""
 BARE = "SUPPORT_PROGRAMS_BARE"
-"""A variable that has nothing imported before: for what says nothing of gradstats."""
+"""A variable: where it is set, nothing of these is imported before, for tests of this file alone."""
 READ_ONCE = (
     BARE, "PYTHONPATH", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "MPLBACKEND"
 )  # fmt: skip
@@ -135,14 +135,14 @@ def _server(settings):
 def _serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    bare = BARE in os.environ
-    for name in () if bare else IMPORTED:
-        import_module(name)
-    if os.environ.get("MPLBACKEND") == INLINE and not bare:
-        import_module("ipykernel.kernelapp")
-        import_module("seaborn")
-        # 0, as wide as a terminal, where it is imported before there is a kernel
-        import_module("pandas").set_option("display.max_columns", 20)
+    if BARE not in os.environ:
+        for name in IMPORTED:
+            import_module(name)
+        if os.environ.get("MPLBACKEND") == INLINE:
+            import_module("ipykernel.kernelapp")
+            import_module("seaborn")
+            # 0, as wide as a terminal, where it is imported before there is a kernel
+            import_module("pandas").set_option("display.max_columns", 20)
     gc.freeze()  # what is imported is shared, and stays
     ranks = forkserver._forkserver  # ranks of all trainings are forked from one process, too
     print("ready", file=answers, flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
-from gradstats.tables import format_short, format_uncertain
+from gradstats.tables import format_uncertain
 
 __all__ = [
     "FEWEST_ALIKE",
@@ -147,7 +147,7 @@ def sparse_already(nonzero: float, ratio: float | None = None) -> tuple[str, str
         return None
     least = lossless_ratio(nonzero)
     headline = f"It is sparse already: at ratio {ratio or least:g} nothing is lost"
-    share = f"{format_short(100 * nonzero)}\N{NO-BREAK SPACE}%"
+    share = f"{100 * nonzero:.2g}\N{NO-BREAK SPACE}%"
     return headline, (
         f"All but {share} of its elements are zero at the steps looked at; they cost nothing to leave out."
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradstats.tables import format_rate, format_short
+from gradstats.tables import format_rate
 
 __all__ = ["ALIKE", "advice", "doubtful", "local_advice"]
 
@@ -62,11 +62,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
     if others[0]["seconds"] < best["seconds"]:
         text += f" {_label(others[0])} ({_duration(others[0])}) is no faster, within the interval"
         few = others[0]["quality"] < 1
-        text += (
-            f", if it sent k elements and not {format_short(others[0]['quality'])} k."
-            if few
-            else "."
-        )
+        text += f", if it sent k elements and not {others[0]['quality']:.2g} k." if few else "."
     return text
 
 
