@@ -23,6 +23,7 @@ from gradstats.cli.options import (
     SchedulerOption,
     SourceArgument,
     StepOption,
+    models_of,
     one_of,
 )
 from gradstats.cli.output import Table, given, note
@@ -268,7 +269,7 @@ def explore(  # numpydoc ignore=PR01
     for each in sources:
         if each.remark:
             note(f"{each.remark[0].upper()}{each.remark[1:]}.")
-    wanted = {"ratios": ratio, "estimators": estimator, "models": model, "layers": layer}
+    wanted = {"ratios": ratio, "estimators": estimator, "models": models_of(model), "layers": layer}
     over = given(**wanted, steps=step, ranks=rank, kinds=kind)
     with connect(scheduler) as client:
         write_explorer(sources, output, **over, client=client)

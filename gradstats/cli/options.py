@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -30,6 +30,7 @@ __all__ = [
     "StepOption",
     "ValuesOption",
     "compressors",
+    "models_of",
     "one_of",
 ]
 
@@ -112,6 +113,17 @@ def _methods() -> Sequence[str]:
 
 def _models() -> Sequence[str]:
     return (*LAWS, "all")
+
+
+def models_of(names: list[str] | None) -> list[str] | Literal["all"] | None:
+    """Return the models asked for as the functions take them.
+
+    Parameters
+    ----------
+    names : list of str or None
+        What ``--model`` was given.
+    """
+    return "all" if names and "all" in names else names or None
 
 
 def _quantities() -> Sequence[str]:

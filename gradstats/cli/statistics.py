@@ -25,6 +25,7 @@ from gradstats.cli.options import (
     SchedulerOption,
     SourceArgument,
     StepOption,
+    models_of,
 )
 from gradstats.cli.output import (
     MOST_ROWS,
@@ -156,7 +157,7 @@ def fit(  # numpydoc ignore=PR01
     brief = format == "table" and not everything
     work = one_by_one(
         fits.fit_records,
-        _models(model),
+        models_of(model),
         method=method,
         replicates=bootstrap,
         size=size,
@@ -176,7 +177,7 @@ def fit(  # numpydoc ignore=PR01
     )
     table = FITS
     if brief and not bootstrap:
-        answers, named = _closest_laws(records, source, _models(model), method, step, rank, kind)
+        answers, named = _closest_laws(records, source, models_of(model), method, step, rank, kind)
         own = closest(records)
         # with --layer the question is about these layers, each with its own nearest law
         named = [] if layer else named
@@ -293,11 +294,6 @@ def _note_rest(records: Records, shown: Records) -> None:
     """Say what a summary leaves out."""
     if (rows := len(records)) > len(shown):
         note(f"{len(shown)} of {rows} rows; --all has every step, model and layer.")
-
-
-def _models(names: list[str] | None) -> list[str] | Literal["all"] | None:
-    """Return the models asked for as the functions take them."""
-    return "all" if names and "all" in names else names or None
 
 
 def compressibility(  # numpydoc ignore=PR01
@@ -492,7 +488,7 @@ def drift(  # numpydoc ignore=PR01
     from gradstats.analysis import drift
     from gradstats.analysis.verdicts import movement
 
-    asked = given(quantities=quantity, models=_models(model), ratios=ratio)
+    asked = given(quantities=quantity, models=models_of(model), ratios=ratio)
     work = one_by_one(drift.drift, **asked, per_layer=per_layer)
     records = analyse(
         "measuring",

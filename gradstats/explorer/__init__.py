@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from gradstats.analysis.over import SpreadGradients, shares, subset_of
 from gradstats.console import progress_bar
@@ -28,7 +28,7 @@ def explore(
     *,
     ratios: Sequence[float] = RATIOS,
     estimators: Sequence[EstimatorName | str] | None = None,
-    models: Sequence[LawName | str] | None = None,
+    models: Sequence[LawName | str] | Literal["all"] | None = None,
     layers: Sequence[str] | None = None,
     **over: Unpack[SpreadGradients],
 ) -> Explorer:
@@ -42,7 +42,7 @@ def explore(
         Kept fractions k/d at which rules are counted: the stops of the slider.
     estimators : sequence of str, optional
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
-    models : sequence of str, optional
+    models : sequence of str or "all", optional
         Laws fitted to every layer in every step; by default those that are no controls. Others are fitted where they
         are chosen.
     layers : sequence of str, optional
@@ -85,7 +85,7 @@ def write_explorer(
     *,
     ratios: Sequence[float] = RATIOS,
     estimators: Sequence[EstimatorName | str] | None = None,
-    models: Sequence[LawName | str] | None = None,
+    models: Sequence[LawName | str] | Literal["all"] | None = None,
     layers: Sequence[str] | None = None,
     **over: Unpack[SpreadGradients],
 ) -> None:
@@ -101,7 +101,7 @@ def write_explorer(
         Kept fractions k/d at which rules are counted: the stops of the slider.
     estimators : sequence of str, optional
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default.
-    models : sequence of str, optional
+    models : sequence of str or "all", optional
         Laws fitted to every layer in every step; by default those that are no controls.
     layers : sequence of str, optional
         Patterns of parameter names, as in :mod:`fnmatch`; all by default.
@@ -130,7 +130,7 @@ def _gathered(
     sources: object,
     ratios: Sequence[float],
     rules: Sequence[str] | None,
-    models: Sequence[LawName | str] | None,
+    models: Sequence[LawName | str] | Literal["all"] | None,
     layers: Sequence[str] | None,
     over: SpreadGradients,
 ) -> tuple[list[Series], Sequence[float]]:

@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +155,7 @@ def gather(
     *,
     ratios: Sequence[float] = RATIOS,
     rules: Sequence[str] | None = None,
-    models: Sequence[LawName | str] | None = None,
+    models: Sequence[LawName | str] | Literal["all"] | None = None,
     client: Any = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> list[Series]:
@@ -172,7 +172,7 @@ def gather(
     rules : sequence of str, optional
         Names of :data:`gradstats.thresholds.ESTIMATORS`; all by default. Of sketches, those that need elements are left
         out.
-    models : sequence of str, optional
+    models : sequence of str or "all", optional
         Laws to fit, of :data:`DRAWN`; by default those that are no controls.
     client : distributed.Client, optional
         Cluster that does the work.
@@ -226,10 +226,12 @@ def _place(
     return lambda key: (order.index(key[:2]), key[2])
 
 
-def _laws(models: Sequence[LawName | str] | None) -> list[str]:
+def _laws(models: Sequence[LawName | str] | Literal["all"] | None) -> list[str]:
     # controls are fitted where they are chosen
     if models is None:
         return [name for name in DRAWN if not LAWS[name].control]
+    if isinstance(models, str) and models == "all":
+        return list(DRAWN)
     laws = [law_of(name).name for name in check_several(models, "models")]
     for name in laws:
         if name not in DRAWN:

@@ -14,7 +14,7 @@ from support.traces import drifting_trace, heavy_trace, trace_of_steps
 import gradstats
 from gradstats.errors import InputError
 from gradstats.explorer import data
-from gradstats.explorer.data import RANKS, fitted, gather, needs_elements, payload
+from gradstats.explorer.data import DRAWN, RANKS, fitted, gather, needs_elements, payload
 from gradstats.statistics.laws import LAWS
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace.sources import Subset, TraceSource, open_source
@@ -279,6 +279,14 @@ def test_a_law_of_ones_own_that_the_page_has_no_function_of_is_refused(forgotten
     LAWS["mine"] = Law("mine", "mine", plain.magnitude, plain.signed, plain.solvers)
     with pytest.raises(InputError, match="the explorer has no function of mine; it draws laplace"):
         gathered(RESNET, models=["mine"])
+
+
+def test_all_laws_are_those_that_it_draws(tmp_path):
+    path = heavy_trace(tmp_path / "run.zarr", steps=1)
+    for models, laws in (("all", list(DRAWN)), (["t"], ["t"])):
+        every = gathered(path, models=models, rules=("exact",))
+        assert every
+        assert all(series.models == laws for series in every)
 
 
 def test_two_sources_of_one_name_are_refused(tmp_path):
