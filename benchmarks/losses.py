@@ -25,12 +25,19 @@ from typing import Any
 
 import numpy as np
 from records import RESULTS, ROOT, Row, by, command, complete, grid, show, stored
-from scipy.stats import permutation_test, rankdata, zscore
+from scipy.stats import permutation_test, rankdata, spearmanr, zscore
 
 from capture.atlas import PIECES, settings_of
 from capture.workloads import WORKLOADS, RunConfig, run
 from capture.workloads.launch import RunFailedError
-from gradstats.analysis.advise import DIVERGED, choose
+from gradstats.analysis.advise import (
+    DIVERGED,
+    NEAREST,
+    TOLERANCE,
+    choose,
+    distances,
+    mean_above,
+)
 from gradstats.analysis.verdicts.advised import setting_of
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.resampling import holm
@@ -73,7 +80,10 @@ PROPERTIES = {
     "energy_0.001": "energy of the largest 0.1 %",
     "zeros": "zeros",
     "cosine": "cosine of the ranks",
+    "left": "dense loss, last ÷ first",
 }
+YARDSTICKS = {"loss": "the dense loss", "fall": "the fall of the dense loss"}
+"""What a loss above dense is a share of."""
 FEWEST = 5
 """Trainings below which no property is said to go with the loss."""
 CORE = (DENSE, "topk", "dense-bf16", "dense-fp8")
@@ -82,19 +92,22 @@ OTHERS = (
     *("ef-signsgd", "diloco", "sparseloco"),
 )
 """Systems that are compared with top-k."""
-BESIDE = (0.1, 0.01)
-"""The ratios of top-k beside systems that have none: it sends more at one, and less at the other."""
-APART = 2.5
-"""How often the difference of the seeds two systems have to be apart: with two seeds each, and no difference of normal
-losses, 5 of 100 pairs are."""
+BESIDE = {"ef-signsgd": (0.1, 0.01), "diloco": (0.1, 0.01), "sparseloco": (0.01, 0.001)}
+"""The ratios of top-k beside systems that have none: those of the three whose bytes are nearest to theirs."""
+APART = {2: 2.5, 3: 1.0}
+"""How often the difference of their seeds two systems have to be apart, by the fewer seeds: of equal systems with
+normal losses 5 of 100 pairs are; where the seeds of one differ far more, up to 13 with two seeds and 8 with three."""
 PLACES = ("nearer", "untold", "farther")
 """Where a system may end beside top-k: nearer to dense, not told apart from it, or farther."""
+OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 UNTUNED = ("dense-bf16", "dense-fp8")
 """Systems that train at the dense rate: they send every element, with fewer bits."""
 
 
 UNJUDGED = ("policy-cartpole",)
 """Trainings whose loss does not say how good the model is: a policy's is that of episodes which it chose itself."""
+FELL = 5 * TOLERANCE
+"""Least fall of a dense loss, as a share of where it ends. Where it falls by less, what hardly learns stays near it."""
 
 
 def settings(
@@ -152,27 +165,45 @@ def best_factor(rows: Sequence[Row], piece: str, system: str, ratio: float) -> f
 
 
 def beyond(rows: Sequence[Row]) -> str:
-    """Say in how many trainings seed 0 ended lower at :data:`BEYOND` than at every factor that was tried."""
+    """Say in how many trainings seed 0 ended lower at :data:`BEYOND`, and how that moved top-k beside dense."""
     losses = {
         by("piece", "system", "ratio", "factor", "seed")(r): r.get("loss", math.inf) for r in rows
     }
-    found = {}
-    for system, ratio in EDGES:
-        for optimizer in ("sgd", "adamw"):
-            pieces = [
-                piece for piece in PIECES
-                if piece.endswith(f"/{optimizer}") and (piece, system, ratio, BEYOND, 0) in losses
-            ]  # fmt: skip
-            lower = sum(
-                losses[piece, system, ratio, BEYOND, 0]
-                < min(losses[piece, system, ratio, factor, 0] for factor in FACTORS)
-                for piece in pieces
-            )
-            found[system, optimizer] = f"{lower} of {len(pieces)}"
+
+    def ends(piece: str, edge: tuple[str, float], factors: Sequence[float]) -> float:
+        return min(losses[piece, *edge, factor, 0] for factor in factors)
+
+    found: dict[str, list[str]] = {}
+    for optimizer in ("sgd", "adamw"):
+        pieces = [
+            piece for piece in PIECES
+            if piece.endswith(f"/{optimizer}")
+            and all((piece, *edge, BEYOND, 0) in losses for edge in EDGES)
+        ]  # fmt: skip
+        counts = [
+            sum(ends(p, edge, (BEYOND,)) < ends(p, edge, FACTORS) for p in pieces) for edge in EDGES
+        ]
+        dense, topk = EDGES
+        pairs = [
+            [
+                ends(p, topk, factors) / ends(p, dense, factors) - 1
+                for factors in (FACTORS, (*FACTORS, BEYOND))
+            ]
+            for p in pieces
+        ]
+        # in hundredths: what is no percent is no change
+        counts += [
+            sum(round(a - b, 2) > 0 for a, b in pairs),
+            sum(round(b - a, 2) > 0 for a, b in pairs),
+        ]
+        counts += [sum((a <= TOLERANCE) is not (b <= TOLERANCE) for a, b in pairs)]
+        found[optimizer] = [f"{count} of {len(pieces)}" for count in counts]
+    sgd, adam = found.values()
     return (
-        f"At nine times the rate seed 0 ended lower than at any of the three in {found['dense', 'sgd']} dense "
-        f"trainings with SGD and {found['topk', 'sgd']} of `topk` at 0.01, with AdamW in {found['dense', 'adamw']} and "
-        f"{found['topk', 'adamw']}."
+        f"At nine times the rate seed 0 ended lower than at any of the three in {sgd[0]} dense trainings with SGD and "
+        f"{sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}. With that rate among those of both, "
+        f"`topk` ended nearer to dense, by 1 % of its loss or more, in {sgd[2]} with SGD and farther in {sgd[3]}, with "
+        f"AdamW in {adam[2]} and {adam[3]}; it came within 2 % of dense, or left that, in {sgd[4]} and {adam[4]}."
     )
 
 
@@ -185,9 +216,10 @@ def trainings(losses: Sequence[Row], atlas: Sequence[Row]) -> list[Row]:
     """Return what each training cost in loss, and what its gradients are like, as advice takes them."""
     found: list[Row] = []
     for piece in PIECES:
-        runs = [*_short(losses, piece), *_plateau(piece)]
-        if not runs:
+        short = [*_short(losses, piece)]
+        if not short:
             continue
+        runs = [*short, *_plateau(piece)]
         training, optimizer = piece.split("/")
         # the atlas knows how wide a model is here; where it has not got to, the workload's own width is it
         known = [r["numel"] for r in atlas if r["piece"] == piece]
@@ -196,14 +228,53 @@ def trainings(losses: Sequence[Row], atlas: Sequence[Row]) -> list[Row]:
             sent = setting.pop("sent")
             # of what never ended well nothing is stored: a position is as large as a value
             setting["bytes"] = round7(sent / (4 * numel)) if sent else 2 * setting["ratio"]
-        row = {"training": training, "optimizer": optimizer}
+        row = {"training": training, "optimizer": optimizer, "fell": _fell(losses, piece)}
         found.append(row | {"properties": _properties(atlas, piece), "runs": runs})
     return found
 
 
+def _fell(losses: Sequence[Row], piece: str) -> float:
+    """Return how far a piece's dense loss fell, from its first tenth, as a share of where it ended: mean over seeds."""
+    dense = (r for r in losses if (r["piece"], r["system"]) == (piece, DENSE) and r["seed"])
+    return round7(statistics.fmean(r["first"] / r["loss"] - 1 for r in dense))
+
+
 def telling(found: Sequence[Row]) -> list[Row]:
     """Return the trainings whose loss says something, which advice may rest on."""
-    return [each for each in found if each["training"] not in UNJUDGED]
+    return [t for t in found if t["training"] not in UNJUDGED and t["fell"] >= FELL]
+
+
+def _topk(training: Row, ratio: float) -> float | None:
+    """Return how far a short training with top-k and its memory ended above dense, mean over seeds."""
+    for r in training["runs"]:
+        if (r["rule"], r["memory"], r["ratio"], r["steps"]) == ("topk", "residual", ratio, STEPS):
+            return mean_above(r["above"])
+    return None
+
+
+def kept(found: Sequence[Row]) -> list[Row]:
+    """Return in how many short trainings top-k stayed within the tolerance, by optimizer, yardstick and ratio."""
+    rows = []
+    for optimizer, yardstick in product(OPTIMIZERS, YARDSTICKS):
+        row: Row = {"optimizer": optimizer, "yardstick": yardstick, "of": 0}
+        for ratio in RATIOS:
+            above = [
+                value / (1.0 if yardstick == "loss" else each["fell"]) for each in found
+                if each["optimizer"] == optimizer and (value := _topk(each, ratio)) is not None
+            ]  # fmt: skip
+            row |= {"of": max(row["of"], len(above)), ratio: sum(x <= TOLERANCE for x in above)}
+        rows.append(row)
+    return rows
+
+
+def kept_table(rows: Sequence[Row]) -> str:
+    """Return :func:`kept` as Markdown."""
+    heads = " | ".join(f"`topk` {ratio:g}:" for ratio in RATIOS)
+    lines = [
+        [OPTIMIZERS[r["optimizer"]], YARDSTICKS[r["yardstick"]], *map(str, (r["of"], *(r[x] for x in RATIOS)))]
+        for r in rows
+    ]  # fmt: skip
+    return grid(f"optimizer | within 2 % of | trainings: | {heads}", lines)
 
 
 def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: float | None) -> Row:
@@ -230,8 +301,8 @@ def _above(
         if system == DENSE or not pairs:
             continue
         above = [r.get("loss", math.inf) / d["loss"] - 1 for r, d in pairs]
-        # JSON has no infinity; a training that diverged is far above any tolerance
-        above = [min(x, DIVERGED) if math.isfinite(x) else DIVERGED for x in above]
+        # JSON has no infinity
+        above = [x if math.isfinite(x) else DIVERGED for x in above]
         yield system, ratio, above, pairs[0][0].get("bytes")
 
 
@@ -245,19 +316,22 @@ def _short(losses: Sequence[Row], piece: str, local: bool = False) -> Iterator[R
 def farther(one: Sequence[float], other: Sequence[float]) -> bool:
     """Tell whether one ended farther from dense than the other, by more than :data:`APART` times what seeds differ by.
 
-    What diverged is farther than what did not.
+    What diverged is farther than what did not. A difference below the tolerance is none.
     """
     if DIVERGED in (*one, *other):
         return DIVERGED in one and DIVERGED not in other
+    times = APART[min(len(one), len(other), 3)]
     spread = max(max(each) - min(each) for each in (one, other))
-    return statistics.fmean(one) - statistics.fmean(other) > APART * spread
+    difference = statistics.fmean(one) - statistics.fmean(other)
+    return difference > max(times * spread, TOLERANCE)
 
 
-def beside_topk(losses: Sequence[Row]) -> list[Row]:
+def beside_topk(losses: Sequence[Row], found: Sequence[Row]) -> list[Row]:
     """Return where each of :data:`OTHERS` ended beside top-k, by ratio and optimizer: trainings by name.
 
     What has no ratio is compared with top-k at those of :data:`BESIDE`. ``times`` is the median of its bytes in a step
-    over those of top-k. A training with one judging seed has no difference of seeds, and is left out.
+    over those of top-k, ``behind`` in how many trainings its mean is farther, by however little. A training with one
+    judging seed has no difference of seeds, and is left out, as is one whose loss says little.
     """
     each = {
         piece: {
@@ -267,20 +341,23 @@ def beside_topk(losses: Sequence[Row]) -> list[Row]:
         }
         for piece in PIECES
     }
+    judging = {(t["training"], t["optimizer"]) for t in found}
     rows = []
-    for system, ratio, optimizer in product(OTHERS, RATIOS, ("sgd", "adamw")):
+    for system, ratio, optimizer in product(OTHERS, RATIOS, OPTIMIZERS):
         fixed = SYSTEMS[system].get("ratio")
-        if fixed and ratio not in BESIDE:
+        if ratio not in BESIDE.get(system, RATIOS):
             continue
         row: Row = {"system": system, "ratio": ratio, "optimizer": optimizer, "above": []}
+        row |= {"behind": 0}
         row |= {place: [] for place in PLACES}
         # bytes are those of an exchange
         steps, times = SYSTEMS[system].get("local_steps") or 1, []
-        for piece, found in each.items():
+        for piece, ended in each.items():
             training, of = piece.split("/")
-            mine, topk = found.get((system, fixed or ratio)), found.get(("topk", ratio))
-            if of == optimizer and training not in UNJUDGED and mine and topk:
+            mine, topk = ended.get((system, fixed or ratio)), ended.get(("topk", ratio))
+            if of == optimizer and (training, of) in judging and mine and topk:
                 row[_place(mine[0], topk[0])].append(training)
+                row["behind"] += mean_above(mine[0]) > mean_above(topk[0])
                 row["above"] += mine[0]
                 if mine[1] and topk[1]:
                     times.append(mine[1] / steps / topk[1])
@@ -290,7 +367,7 @@ def beside_topk(losses: Sequence[Row]) -> list[Row]:
 
 
 def beside_said(rows: Sequence[Row]) -> str:
-    """Return the counts of :func:`beside_topk` over both optimizers, at the three ratios, as a list in Markdown."""
+    """Return the counts of :func:`beside_topk` over all optimizers, at the three ratios, as a list in Markdown."""
 
     def count(system: str, place: str, ratio: float) -> int:
         mine = [r for r in rows if (r["system"], r["ratio"]) == (system, ratio)]
@@ -319,7 +396,7 @@ def beside_said(rows: Sequence[Row]) -> str:
     ):
         parts = [
             f"beside `topk` at {ratio:g} nearer in {count(system, 'nearer', ratio)} of {of(system, ratio)} and farther "
-            f"in {count(system, 'farther', ratio)}" for ratio in BESIDE
+            f"in {count(system, 'farther', ratio)}" for ratio in BESIDE[system]
         ]  # fmt: skip
         found.append(f"{name}: {', '.join(parts)}.")
     return "\n".join(f"- {each}" for each in found)
@@ -334,13 +411,13 @@ def _place(one: Sequence[float], other: Sequence[float]) -> str:
 
 def beside_table(rows: Sequence[Row]) -> str:
     """Return what :func:`beside_topk` found as Markdown."""
-    heads = "system | `topk`: | bytes ÷ its: | optimizer | trainings: | "
-    heads += "nearer: | not told: | farther: | above dense, %:"
+    heads = "system | `topk`: | its bytes ÷ `topk`'s: | optimizer | trainings: | "
+    heads += "nearer: | not told: | farther: | its mean farther: | above dense, %:"
     lines = []
     for row in rows:
         counts = [len(row[place]) for place in PLACES]
-        optimizer = {"sgd": "SGD", "adamw": "AdamW"}[row["optimizer"]]
-        numbers = map(str, (sum(counts), *counts))
+        optimizer = OPTIMIZERS[row["optimizer"]]
+        numbers = map(str, (sum(counts), *counts, row["behind"]))
         beside = [f"{row['ratio']:g}", f"{row['times']:.2g}"]
         lines.append([f"`{row['system']}`", *beside, optimizer, *numbers, _cell(row["above"])])
     return grid(heads, lines)
@@ -393,7 +470,7 @@ def held_out(found: Sequence[Row], tolerance: float = 0.02) -> Row:
         if best["rule"] == "none":
             above = [0.0]
         if above:
-            mean = statistics.fmean(above)
+            mean = mean_above(above)
             rows.append(row | {"above": round(mean, 5), "within": mean <= tolerance})
     return {
         "tolerance": tolerance,
@@ -412,9 +489,10 @@ def table(found: Sequence[Row]) -> str:
     for each in found:
         for steps in dict.fromkeys(r["steps"] for r in each["runs"]):
             mine = {_column(r): r["above"] for r in each["runs"] if r["steps"] == steps}
-            count = max(map(len, mine.values()))
+            counts = sorted(set(map(len, mine.values())))
             name = f"{each['training']}/{each['optimizer']}"
-            lines.append([name, str(steps), str(count), *(_cell(mine.get(c)) for c in columns)])
+            count = f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else str(*counts)
+            lines.append([name, str(steps), count, *(_cell(mine.get(c)) for c in columns)])
     return grid(f"training | steps: | runs: | {heads}", lines)
 
 
@@ -453,53 +531,98 @@ def predictors(found: Sequence[Row]) -> list[Row]:
     """Return how the loss behind top-k goes with each property of the gradients, over trainings.
 
     A training counts once, with the means over its optimizers, because its gradients under two of them are alike. ρ is
-    Spearman's, p two-sided by permutation.
+    Spearman's, p two-sided by permutation. The loss above dense is a share of the dense one, which is small where that
+    fell far, and a share of its fall.
     """
     rows = []
-    for name in PROPERTIES:
-        for ratio in RATIOS:
-            points: dict[str, list[tuple[float, float]]] = {}
-            for each in found:
-                value = each["properties"].get("gradient", {}).get(name)
-                above = [
-                    x for run in each["runs"] for x in run["above"]
-                    if (run["rule"], run["memory"], run["ratio"], run["steps"])
-                    == ("topk", "residual", ratio, STEPS)
-                ]  # fmt: skip
-                if value is not None and above:
-                    pair = (value, statistics.fmean(above))
-                    points.setdefault(each["training"], []).append(pair)
-            means = [
-                tuple(map(statistics.fmean, zip(*pairs, strict=True))) for pairs in points.values()
-            ]
-            if len(means) < FEWEST:
-                continue
-            # Spearman's is the correlation of ranks, and scipy's of each permutation would take minutes
-            x, y = zscore(rankdata(np.array(means), axis=0), axis=0).T
-            test = permutation_test(
-                (x,), lambda x, axis=-1, y=y: np.mean(x * y, axis), vectorized=True,
-                permutation_type="pairings", n_resamples=9999, rng=np.random.default_rng(0),
-            )  # fmt: skip
-            row = {"property": name, "ratio": ratio, "trainings": len(means)}
-            rows.append(row | {"rho": float(test.statistic), "p": float(test.pvalue)})
+    for name, yardstick, ratio in product(PROPERTIES, YARDSTICKS, RATIOS):
+        points: dict[str, list[tuple[float, float]]] = {}
+        for each in found:
+            known = each["properties"].get("gradient", {}) | {"left": 1 / (1 + each["fell"])}
+            above = _topk(each, ratio)
+            if name in known and above is not None:
+                above /= 1.0 if yardstick == "loss" else each["fell"]
+                points.setdefault(each["training"], []).append((known[name], above))
+        means = [
+            tuple(map(statistics.fmean, zip(*pairs, strict=True))) for pairs in points.values()
+        ]
+        if len(means) < FEWEST:
+            continue
+        # Spearman's is the correlation of ranks, and scipy's of each permutation would take minutes
+        x, y = zscore(rankdata(np.array(means), axis=0), axis=0).T
+        test = permutation_test(
+            (x,), lambda x, axis=-1, y=y: np.mean(x * y, axis), vectorized=True,
+            permutation_type="pairings", n_resamples=9999, rng=np.random.default_rng(0),
+        )  # fmt: skip
+        row = {"property": name, "yardstick": yardstick, "ratio": ratio, "trainings": len(means)}
+        rows.append(row | {"rho": float(test.statistic), "p": float(test.pvalue)})
     return rows
 
 
 def predicted(found: Sequence[Row]) -> str:
-    """Return which property goes with the loss as Markdown; the last column has the least p of a property by Holm."""
+    """Return which property goes with the loss as Markdown; the last column has the least p of a row by Holm."""
     rows = predictors(found)
     adjusted = holm(np.array([r["p"] for r in rows]))
     lines = []
-    for name, text in PROPERTIES.items():
-        mine = [(r, p) for r, p in zip(rows, adjusted, strict=True) if r["property"] == name]
+    for name, yardstick in product(PROPERTIES, YARDSTICKS):
+        mine = [
+            (r, p) for r, p in zip(rows, adjusted, strict=True)
+            if (r["property"], r["yardstick"]) == (name, yardstick)
+        ]  # fmt: skip
         if mine:
             cells = [f"{r['rho']:+.2f} ({r['p']:.2g})".replace("-", "−") for r, _ in mine]
             counts = sorted({r["trainings"] for r, _ in mine})
             # a training may have been compressed at some of the ratios
             known = " or ".join(map(str, counts))
-            lines.append([text, known, *cells, f"{min(p for _, p in mine):.2g}"])
+            line = [PROPERTIES[name], YARDSTICKS[yardstick], known, *cells]
+            lines.append([*line, f"{min(p for _, p in mine):.2g}"])
     heads = " | ".join(f"`topk` {ratio:g}, ρ (p):" for ratio in RATIOS)
-    return grid(f"property of the gradient | trainings: | {heads} | least p of {len(rows)}:", lines)
+    heads = f"property | loss as a share of | trainings: | {heads}"
+    return grid(f"{heads} | least p of {len(rows)}:", lines)
+
+
+def alike(found: Sequence[Row]) -> list[Row]:
+    """Return how well the trainings most alike foretell what top-k costs, beside any others.
+
+    ρ is Spearman's, between what top-k cost a training and the median of what it cost the :data:`NEAREST` others that
+    are most alike, of the same optimizer. p is the share of random orders of the properties with as large a ρ.
+    """
+    rng = np.random.default_rng(0)
+    rows = []
+    for optimizer, ratio in product(OPTIMIZERS, RATIOS):
+        mine = [
+            t for t in found
+            if t["optimizer"] == optimizer and "gradient" in t["properties"] and _topk(t, ratio) is not None
+        ]  # fmt: skip
+        if len(mine) <= NEAREST:
+            continue
+        cost = np.array([_topk(t, ratio) for t in mine])
+        far = np.array(
+            [[*distances("gradient", t["properties"]["gradient"], mine).values()] for t in mine]
+        )
+        np.fill_diagonal(far, math.inf)
+
+        def rho(order: np.ndarray, far: np.ndarray = far, cost: np.ndarray = cost) -> float:
+            nearest = np.argsort(far[order][:, order], axis=1, kind="stable")[:, :NEAREST]
+            return float(spearmanr(cost, np.median(cost[nearest], axis=1)).statistic)
+
+        found_rho = rho(np.arange(len(mine)))
+        drawn = [rho(rng.permutation(len(mine))) for _ in range(999)]
+        p = (1 + sum(x >= found_rho for x in drawn)) / (1 + len(drawn))
+        row = {"optimizer": optimizer, "ratio": ratio, "trainings": len(mine)}
+        rows.append(row | {"rho": found_rho, "p": p})
+    return rows
+
+
+def alike_table(rows: Sequence[Row]) -> str:
+    """Return :func:`alike` as Markdown."""
+    lines = []
+    for optimizer in dict.fromkeys(r["optimizer"] for r in rows):
+        mine = [r for r in rows if r["optimizer"] == optimizer]
+        cells = [f"{r['rho']:+.2f} ({r['p']:.2g})".replace("-", "−") for r in mine]
+        lines.append([OPTIMIZERS[optimizer], str(mine[0]["trainings"]), *cells])
+    heads = " | ".join(f"`topk` {ratio:g}, ρ (p):" for ratio in RATIOS)
+    return grid(f"optimizer | trainings: | {heads}", lines)
 
 
 def judged(found: Mapping[str, Any]) -> str:
@@ -545,8 +668,9 @@ def main() -> None:
     made = held_out(judging)
     tables = {"losses": table(found), "local-steps": local_table(losses)}
     tables |= {"beyond": beyond(losses)}
-    beside = beside_topk(losses)
+    beside = beside_topk(losses, judging)
     tables |= {"beside-topk": beside_table(beside), "beside-said": beside_said(beside)}
+    tables |= {"kept": kept_table(kept(judging)), "alike": alike_table(alike(judging))}
     tables |= {"predictors": predicted(judging), "held-out": judged(made)}
     show(tables, options.write, PAGE)
     if options.write:

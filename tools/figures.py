@@ -25,7 +25,6 @@ import gradstats
 from capture.workloads import workload_info
 from gradstats import plots
 from gradstats.analysis.advise import evidence
-from gradstats.analysis.verdicts.worth import is_adaptive
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.distributions import SIDS
 from gradstats.statistics.solution import Z95
@@ -132,37 +131,35 @@ def layers() -> Figure:
 
 
 def losses() -> Figure:
-    """Draw what top-k with error feedback cost each measured training, a panel for each kind of optimizer."""
+    """Draw what top-k with error feedback cost each measured training, a panel for each optimizer."""
     found = evidence()["trainings"]
-    kinds = {False: "SGD with momentum", True: "AdamW, Muon"}
+    optimizers = {"sgd": "SGD with momentum", "adamw": "AdamW", "muon": "Muon"}
     figure, axes = panels(
-        1, 2, "Top-k with error feedback: loss above dense training at equal steps"
+        1, 3, "Top-k with error feedback: loss above dense training at equal steps", width=4.2
     )
     names = list(dict.fromkeys(each["training"] for each in found))
-    for ax, (adaptive, title) in zip(axes[0], kinds.items(), strict=True):
+    for ax, (optimizer, title) in zip(axes[0], optimizers.items(), strict=True):
         for each in found:
             runs = [r for r in each["runs"] if (r["rule"], r["memory"]) == ("topk", "residual")]
-            if is_adaptive(each["optimizer"]) is not adaptive:
+            if each["optimizer"] != optimizer:
                 continue
-            # a training has its colour in both panels, and a line for each length it was trained for
+            # a training has its colour in all panels, and a line for each length it was trained for
             for steps in dict.fromkeys(r["steps"] for r in runs):
                 mine = (r for r in runs if r["steps"] == steps)
                 points = sorted((r["ratio"], 100 * sum(r["above"]) / len(r["above"])) for r in mine)
                 label = each["training"] + ("" if steps == 120 else f", {steps} steps")
-                muon = each["optimizer"] == "muon"
-                label += ", Muon" if muon else ""
                 # there are ten colours
                 place = names.index(each["training"])
                 style = {"color": f"C{place % 10}", "marker": "os"[place // 10], "label": label}
-                style["linestyle"] = ":" if muon else "-" if steps == 120 else "--"
+                style["linestyle"] = "-" if steps == 120 else "--"
                 ax.plot(*zip(*points, strict=True), **style)
         ax.axhspan(-2, 2, color="0.85", zorder=0, label="within 2 %")
         # linear to 2 %, so that what is below dense has a place
         ax.set(title=title, xlabel="ratio k/d", ylabel="percent above dense", xscale="log")
         ax.set_yscale("symlog", linthresh=2)
         ax.invert_xaxis()
-        ax.set_ylim(bottom=-5)
-    # one for both panels, below them: many lines lie near 0
+        ax.set_ylim(-5, 1e4)
+    # one for all panels, below them: many lines lie near 0
     shown = {}
     for ax in axes[0]:
         shown |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))

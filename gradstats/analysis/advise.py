@@ -19,7 +19,6 @@ from gradstats.analysis.over import Gradients, shares, subset_of
 from gradstats.analysis.verdicts import Verdict, setting_of, what_to_try
 from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, lossless_ratio, sparse_already
 from gradstats.analysis.verdicts.verdict import signed_percent
-from gradstats.analysis.verdicts.worth import is_adaptive
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_number, target_count
 from gradstats.primitives.sketch import Magnitudes, sketch
@@ -37,8 +36,11 @@ __all__ = [
     "advise",
     "choose",
     "compared_kind",
+    "distances",
     "energy_shares",
     "evidence",
+    "family_of",
+    "mean_above",
     "optimizer_of",
     "properties_of",
 ]
@@ -48,7 +50,7 @@ TOLERANCE = 0.02
 NEAREST = 5
 """Measured trainings that a prediction rests on. Of so many and one more that are alike, each is the worst as often: a
 new one is worse than all five in one case of six."""
-DIVERGED = 99.0
+DIVERGED = 1e9
 """Relative difference of a loss that is not finite: JSON has no infinity."""
 _MOST_STEPS = 5
 """Most steps whose properties are taken: one of each stretch of equal length."""
@@ -60,6 +62,12 @@ SENT = ("dense-bf16", "dense-fp8", "topk")
 """Compressors that a plan is to price for advice."""
 _ENERGY = (0.01, 0.001)
 _KINDS: tuple[Kind, ...] = ("gradient", "corrected")
+_FAMILIES = {
+    "Muon": ("dion", "muon", "shampoo", "soap"),
+    "Adam": ("ada", "adem", "came", "lamb", "lion", "novograd", "prodigy", "rms", "sophia", "yogi"),
+    "SGD": ("lars", "momentum", "nesterov", "sgd"),
+}
+"""What is in the names of each family's optimizers, as in FusedAdam and PagedAdamW8bit; the first that fits is it."""
 _SETTING = ("rule", "ratio", "memory", "format")
 # What everything is compared with; it ends where it ends.
 _DENSE: dict[str, Any] = {
@@ -106,7 +114,8 @@ class Advice(Shown):
     format : str
         Number format of the values that are sent.
     low, high : float
-        Range of the relative difference of the loss to that of dense training, in the trainings it rests on.
+        Range of the relative difference of the loss to that of dense training, mean over the seeds, in the trainings
+        it rests on.
     records : Records
         One record of each setting, that which is recommended first: rule, ratio, memory, format, low, high, bytes
         (share of the dense ones), evidence (the trainings), trainings, models and runs (how many), reason; speedup,
@@ -177,9 +186,10 @@ def advise(
 
     Notes
     -----
-    A setting is acceptable if it ended within the tolerance in all runs of the :data:`NEAREST` measured trainings with
-    an optimizer of the same kind, adaptive or not, whose gradients are most alike: by the shares of the energy that
-    the largest 1 and 0.1 % have, the share of zeros, and the cosine of the ranks. Short trainings of small models say
+    A setting is acceptable if it ended, in the mean over seeds, within the tolerance in each of the :data:`NEAREST`
+    measured trainings with an optimizer of the same family (:func:`family_of`) whose gradients are most alike: by the
+    shares of the energy that the largest 1 and 0.1 % have, the share of zeros, and the cosine of the ranks. Left out
+    are trainings whose loss says little. Short trainings of small models say
     little of a long one: :class:`gradstats.Trial` tries it.
     """
     opened = open_source(source)
@@ -242,7 +252,8 @@ def advice_for(
     like_this = not plans and tolerance == held["tolerance"]
     verdict = what_to_try(
         records,
-        optimizer,
+        # a name that tells nothing is like no other
+        optimizer if family_of(optimizer or "") else None,
         held if like_this else None,
         planned=bool(plans),
         nonzero=nonzero,
@@ -272,6 +283,25 @@ def optimizer_of(source: Source) -> str | None:
     stored = source.trace.attrs.get("optimizer") if isinstance(source, TraceSource) else None
     # metadata are whatever the user wrote
     return stored.get("name") if isinstance(stored, Mapping) else None
+
+
+def family_of(optimizer: str) -> str | None:
+    """Return which optimizers one is like.
+
+    Parameters
+    ----------
+    optimizer : str
+        Name of the optimizer.
+
+    Returns
+    -------
+    {"SGD", "Adam", "Muon"} or None
+        Its step is in proportion to the gradient, or is scaled for each element, or for matrices; None where the name
+        does not tell.
+    """
+    name = optimizer.lower()
+    fits = (family for family, parts in _FAMILIES.items() if any(part in name for part in parts))
+    return next(fits, None)
 
 
 def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, dict[str, float]]:
@@ -394,7 +424,7 @@ def choose(
     properties : mapping of str to float
         As :func:`properties_of` returns them.
     optimizer : str or None
-        Name of the optimizer; trainings with both kinds count if it is not known.
+        Name of the optimizer; trainings with those of every family count if its own is not known.
     tolerance : float
         Relative difference of the loss that is acceptable.
     measured : sequence of mapping
@@ -407,11 +437,12 @@ def choose(
     Records
         As :attr:`Advice.records`.
     """
-    far = _distances(kind, properties, measured)
-    families = (False, True) if optimizer is None else (is_adaptive(optimizer),)
+    far = distances(kind, properties, measured)
+    own = family_of(optimizer or "")
+    families = [own] if own else list(_FAMILIES)
     settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for adaptive in families:
-        mine = [t for t in measured if is_adaptive(t["optimizer"]) is adaptive]
+    for family in families:
+        mine = [t for t in measured if family_of(t["optimizer"]) == family]
         mine.sort(key=lambda t: far[id(t)])
         for training in mine:
             for run in training["runs"]:
@@ -419,8 +450,8 @@ def choose(
                 rows = settings.setdefault(key, [])
                 name = f"{training['training']}/{training['optimizer']}"
                 # a training may have been measured for several lengths: it counts once
-                if len({r["of"] for r in rows if r["adaptive"] is adaptive} | {name}) <= NEAREST:
-                    rows.append(run | {"of": name, "adaptive": adaptive})
+                if len({r["of"] for r in rows if r["family"] == family} | {name}) <= NEAREST:
+                    rows.append(run | {"of": name, "family": family})
     records = Records([dict(_DENSE)])
     for key, rows in settings.items():
         records.append(dict(zip(_SETTING, key, strict=True)) | _judged(rows, tolerance))
@@ -433,10 +464,25 @@ def choose(
     return Records([best, *sorted((r for r in records if r is not best), key=lambda r: r["bytes"])])
 
 
-def _distances(
+def distances(
     kind: Kind, properties: Mapping[str, float], candidates: Sequence[Mapping[str, Any]]
 ) -> dict[int, float]:
-    """Return how far each training's gradients are from some properties, infinite where nothing is known of them."""
+    """Return how far each training's gradients are from some properties, infinite where nothing is known of them.
+
+    Parameters
+    ----------
+    kind : Kind
+        Kind that the properties are of.
+    properties : mapping of str to float
+        As :func:`properties_of` returns them.
+    candidates : sequence of mapping
+        Trainings, as :func:`evidence` has them.
+
+    Returns
+    -------
+    dict of int to float
+        Distance by a training's ``id``, in units of the standard deviation of the properties.
+    """
     known = {id(t): _scales(t["properties"].get(kind, {})) for t in candidates}
     mine = _scales(properties)
     # in units of how much trainings differ
@@ -466,7 +512,7 @@ def _scales(properties: Mapping[str, float]) -> dict[str, float]:
 
 def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, Any]:
     """Return what a setting cost in some trainings."""
-    above = [(value, row["of"]) for row in rows for value in row["above"]]
+    above = [(mean_above(row["above"]), row["of"]) for row in rows]
     trainings = list(dict.fromkeys(row["of"] for row in rows))
     (low, _), (high, worst) = min(above), max(above)
     enough = len(trainings) >= FEWEST_ALIKE
@@ -487,10 +533,21 @@ def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, An
         "trainings": len(trainings),
         # one training with two optimizers is of one model
         "models": len({name.partition("/")[0] for name in trainings}),
-        "runs": len(above),
+        "runs": sum(len(row["above"]) for row in rows),
         "acceptable": acceptable,
         "reason": reason,
     }
+
+
+def mean_above(above: Sequence[float]) -> float:
+    """Return the mean over seeds of how far a loss ended above dense: :data:`DIVERGED` where one of them did.
+
+    Parameters
+    ----------
+    above : sequence of float
+        Relative differences of the losses, by seed.
+    """
+    return DIVERGED if DIVERGED in above else float(np.mean(above))
 
 
 def _planned(record: Record, plans: Sequence[Record]) -> dict[str, float]:

@@ -60,7 +60,7 @@ def advise(  # numpydoc ignore=PR01
     """Recommend a compressor, a ratio, a memory and a number format to try, with reasons.
 
     It is what kept the loss of dense training in the measured trainings whose gradients are most like these. low and
-    high: how far the loss ended from dense there; bytes: what is sent, as a share of dense.
+    high: how far a training's mean loss ended from dense there; bytes: what is sent, as a share of dense.
     """
     from gradstats import network as networks
     from gradstats.analysis.advise import SENT, advise

@@ -121,6 +121,9 @@ class TrialResult(Shown):
         Losses of all steps, mean over the ranks, dense first.
     diverged : str
         Where a compressed run had a loss that is not finite; empty if none had.
+    fell : float
+        How far the dense loss fell from the first tenth of the steps to those that are judged, as a share of the loss
+        there, mean over the pairs: a training that hardly learns stays near dense whatever is sent.
     """
 
     decision: Decision
@@ -131,6 +134,7 @@ class TrialResult(Shown):
     pairs: Records
     losses: NDArray[np.float64]
     diverged: str = ""
+    fell: float = math.nan
 
     @property
     def verdict(self) -> Verdict:
@@ -150,6 +154,7 @@ class TrialResult(Shown):
             # a hook that was never registered confirms anything
             equal=np.array_equal(self.losses[:, 0], self.losses[:, 1]),
             diverged=self.diverged,
+            fell=self.fell,
         )
 
     def _rows(self) -> Sequence[Record]:
@@ -293,9 +298,10 @@ class Trial:
                     [r["above"] for r in pairs], self.tolerance, self.pairs
                 )
         mean = float(np.mean([r["above"] for r in pairs]))
-        return TrialResult(
-            decision, mean, low, high, self.tolerance, pairs, np.array(losses), diverged
-        )
+        every = np.array(losses)
+        first = every[:, 0, : max(1, self.steps // 10)].mean(axis=1)
+        fell = float(np.mean(first / [r["dense"] for r in pairs])) - 1
+        return TrialResult(decision, mean, low, high, self.tolerance, pairs, every, diverged, fell)
 
     def _losses(self, seed: int, install: Callable[[Any], Any] | None) -> NDArray[np.float64]:
         """Return the losses of one run, mean over the ranks."""

@@ -70,7 +70,7 @@ def plan(
     network : Network, str or Path
         Cost model, measured or assumed (:func:`gradstats.network.link`), or the file that it was saved to.
     compute : float or sequence of float
-        Seconds of a step's forward and backward pass on one worker. Give those of several steps if there are: the
+        Seconds of one worker's step without the exchange. Give those of several steps if there are: the
         median counts, and their spread says how long all wait for the slowest, the largest of so many draws of a
         log-normal law. A single time does not say.
     workers : sequence of int

@@ -73,7 +73,8 @@ def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measu
     measured(near(6))
     best, *others = chosen()
     assert (best["rule"], best["ratio"], best["memory"]) == ("topk", 0.1, "residual")
-    assert (best["low"], best["high"]) == (0.0, 0.01)
+    # means over the seeds
+    assert (best["low"], best["high"]) == (0.005, 0.005)
     # of six trainings the five nearest count, with two runs each
     assert (best["trainings"], best["runs"]) == (5, 10)
     assert [(r["rule"], r["ratio"]) for r in others] == [
@@ -81,9 +82,9 @@ def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measu
         ("dense-bf16", 1.0),
         ("none", 1.0),
     ]
-    assert others[0]["reason"].startswith("up to +6.0 % from dense, in near")
-    assert chosen(tolerance=0.06)[0]["ratio"] == 0.01
-    assert chosen(tolerance=0.005)[0]["rule"] == "dense-bf16"
+    assert others[0]["reason"].startswith("up to +5.5 % from dense, in near")
+    assert chosen(tolerance=0.055)[0]["ratio"] == 0.01
+    assert chosen(tolerance=0.004)[0]["rule"] == "dense-bf16"
     assert chosen(tolerance=0.0001)[0]["rule"] == "none"
     assert gradstats.advise(np.ones(5000), optimizer="SGD", tolerance=0).rule == "none"
 
@@ -126,18 +127,54 @@ def test_the_nearest_trainings_count_and_no_others(measured):
     assert chosen()[0]["rule"] == "none"
 
 
+def test_optimizers_are_known_by_their_names():
+    families = {
+        "Adam": ("AdamW", "Lion", "FusedAdam", "DeepSpeedCPUAdam", "PagedAdamW8bit", "FusedLAMB"),
+        "Muon": ("Muon", "MuonWithAuxAdam", "DistributedShampoo", "SOAP"),
+        "SGD": ("SGD", "LARS"),
+        None: ("ZeroRedundancyOptimizer", "AcceleratedOptimizer", ""),
+    }
+    found = {
+        family: [advise.family_of(name) for name in names] for family, names in families.items()
+    }
+    assert found == {family: [family] * len(names) for family, names in families.items()}
+
+
 def test_trainings_count_with_optimizers_of_their_own_kind(measured):
-    measured([*near(5), *near(5, optimizer="adamw", tenth=[0.2])])
-    assert chosen("SGD")[0]["ratio"] == 0.1
-    assert chosen("FusedAdam")[0]["rule"] == "dense-bf16"
-    assert all("sgd" not in r["evidence"] for r in chosen("AdamW"))
-    # of an unknown one both
+    measured(
+        [
+            *near(5),
+            *near(5, optimizer="adamw", tenth=[0.2]),
+            *near(5, optimizer="muon", hundredth=[0.01]),
+        ]
+    )
+    for optimizer, name, ratio in (
+        ("SGD", "sgd", 0.1),
+        ("FusedAdam", "adamw", 1.0),
+        ("SOAP", "muon", 0.01),
+    ):
+        found = chosen(optimizer)
+        assert found[0]["ratio"] == ratio
+        of = [r["evidence"] for r in found if r["rule"] != "none"]
+        assert of == [", ".join(f"near{i}/{name}" for i in range(5))] * 3
+    # of an unknown one all
     unknown = chosen(None)
     assert unknown[0]["rule"] == "dense-bf16"
-    assert (unknown[0]["trainings"], unknown[0]["models"]) == (10, 5)
-    # ten trainings of five models are no ten models
-    assert "In the 10 measured trainings of 5 models with" in said(unknown).numbers
-    assert "in one case of 6." in said(unknown).numbers
+    assert (unknown[0]["trainings"], unknown[0]["models"]) == (15, 5)
+    # fifteen trainings of five models are no fifteen models
+    assert "In the 15 measured trainings of 5 models with" in said(unknown).numbers
+    assert "in one case of 6 if it is like these" in said(unknown).numbers
+
+
+def test_a_training_is_judged_by_the_mean_of_its_seeds(measured):
+    measured([*near(4), training("wide", tenth=[-0.01, 0.046])])
+    best = chosen()[0]
+    assert (best["ratio"], best["low"], best["high"]) == (0.1, 0.005, pytest.approx(0.018))
+    refused = next(r for r in chosen(tolerance=0.015) if r["ratio"] == 0.1)
+    assert (refused["acceptable"], refused["reason"]) == (
+        False,
+        "up to +1.8 % from dense, in wide/sgd",
+    )
 
 
 def test_what_is_no_faster_is_not_recommended(measured):
@@ -176,16 +213,16 @@ def test_a_setting_that_diverged_somewhere_ended_at_no_loss(measured):
 
 
 def test_it_is_said_with_its_evidence(measured):
-    measured(near(6))
+    measured([*near(4), training("near4", tenth=[-0.01, 0.03])])
     verdict = said(chosen(), False)
     assert verdict.headline == "Try topk at ratio 0.1 with error feedback"
     evidence, held, following = verdict.numbers.split("\n")
     assert "In the 5 measured trainings with optimizers like SGD" in evidence
     assert "(near0/sgd, near1/sgd, near2/sgd, near3/sgd, near4/sgd; 10 runs)" in evidence
-    assert "it ended +0.0 % to +1.0 % from the dense loss" in evidence
+    assert "its mean loss ended +0.5 % to +1.0 % from the dense one" in evidence
     assert "in one case of 6" in evidence
     assert (
-        "topk at ratio 0.01 with error feedback ended up to +6.0 % from dense, in near" in evidence
+        "topk at ratio 0.01 with error feedback ended up to +5.5 % from dense, in near" in evidence
     )
     assert "within 2 % of dense in 7 of 9" in held
     assert "gradstats.Trial" in following

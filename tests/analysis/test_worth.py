@@ -3,7 +3,7 @@
 import pytest
 
 from gradstats.analysis.verdicts import Verdict
-from gradstats.analysis.verdicts.worth import is_adaptive, should_compress
+from gradstats.analysis.verdicts.worth import should_compress
 
 SHARES = {0: {0.1: 0.9, 0.01: 0.4}, 7: {0.1: 0.7, 0.01: 0.3}}
 EVEN = {0.1: 0.44, 0.01: 0.08}
@@ -39,20 +39,6 @@ def test_where_nothing_kept_the_loss_local_steps_are_next(tried):
     assert verdict.headline == tried.headline
     assert verdict.numbers.count("Next:") == 1
     assert "--local-steps 20" in verdict.numbers.split("Next: ")[1]
-
-
-def test_optimizers_of_adams_kind_are_known_by_their_names():
-    names = (
-        "AdamW",
-        "Adam",
-        "Lion",
-        "FusedAdam",
-        "DeepSpeedCPUAdam",
-        "PagedAdamW8bit",
-        "FusedLAMB",
-    )
-    assert all(map(is_adaptive, names))
-    assert not is_adaptive("SGD")
 
 
 def test_a_plan_goes_first():

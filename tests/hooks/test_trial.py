@@ -84,6 +84,24 @@ def test_losses_bounds_and_words_of_a_confirmed_trial():
     assert repr(result) == "<TrialResult: Confirmed: within 2 % of the dense loss; 3 pairs>"
 
 
+def test_a_training_that_hardly_learns_confirms_little():
+    def tried(first, **options):
+        train = losses_of(first, lambda seed, end: 1.0 + 1e-4 * bool(end))
+        return Trial(train, lambda model: True, steps=8, **options).run()
+
+    little = tried(1.05)
+    # the first of eight steps beside the last two
+    fell = 1.05 / ((1.05 - 0.05 * 6 / 7 + 1.0) / 2) - 1
+    assert little.fell == pytest.approx(fell, rel=1e-5)  # of losses in float32
+    assert (little.decision, little.verdict.warn) == ("confirmed", True)
+    assert "That says little: the dense loss itself fell by 4.6 %. Take more steps" in str(little)
+    assert "the dense loss itself did not fall." in str(tried(0.95))
+    # a fall of five times the tolerance is enough
+    for enough in (tried(1.2), tried(1.05, tolerance=0.009)):
+        assert (enough.decision, enough.verdict.warn) == ("confirmed", False)
+        assert "says little" not in str(enough)
+
+
 def test_a_refused_and_an_undecided_trial_say_so():
     worse = losses_of(2.0, lambda seed, end: 1.2 + 0.001 * seed if end else 1.0)
     result = Trial(worse, lambda model: True, steps=8).run()

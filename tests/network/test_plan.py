@@ -351,7 +351,7 @@ def test_the_coverage_that_the_command_says_is_that_of_the_page():
     assert abs(inside - HELD[0]) <= 1  # a rounded end
     assert f"{HELD[0]} of the measured steps lie within the interval" in page
     concepts = (ROOT / "docs" / "concepts" / "cost.md").read_text(encoding="utf-8")
-    assert f"they held {HELD[0]} of {HELD[1]}" in concepts
+    assert f"intervals [held {HELD[0]} of {HELD[1]} steps]" in concepts
 
 
 def test_where_nothing_was_measured_the_plan_says_so(inputs, capsys):

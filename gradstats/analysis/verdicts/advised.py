@@ -101,9 +101,9 @@ def what_to_try(
         ends = " to ".join(f"{signed_percent(best[end])} %" for end in ("low", "high"))
         said = (
             f"In the {count} measured trainings{of}{like} whose gradients are most like these ({best['evidence']}; "
-            f"{best['runs']} runs) it ended {ends} from the dense loss: "
+            f"{best['runs']} runs) its mean loss ended {ends} from the dense one: "
             # one model with two optimizers is not two
-            f"expect yours to end above this range in one case of {models + 1}."
+            f"expect yours above this range in one case of {models + 1} if it is like these, else oftener."
         )
         if planned:
             said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."

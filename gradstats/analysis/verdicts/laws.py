@@ -67,7 +67,7 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
         numbers += f" {'These fit, too' if fitting else 'Next'}: {', '.join([*listed][:3])}."
     bound = percent(FITS)
     if chance > FITS:
-        bound += f", or {percent(chance)}, which chance does to {best['k']:,} elements"
+        bound += f", or within {percent(chance)}, the error of chance with {best['k']:,} elements"
     return Verdict(headline, f"{numbers} To fit is to be within {bound}.", best["tail_error"] > FAR)
 
 

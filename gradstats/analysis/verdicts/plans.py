@@ -162,4 +162,4 @@ def _worth(record: Mapping[str, Any]) -> str:
 def _pays(bandwidth: float, side: str) -> str:
     if side in ("below", "above"):
         return f"pays {side} {format_rate(bandwidth)}"
-    return {"always": "pays at any bandwidth", "never": "does not pay at any bandwidth"}[side]
+    return f"{'pays' if side == 'always' else 'does not pay'} at any bandwidth, by the prediction"

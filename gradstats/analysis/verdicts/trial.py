@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
+from gradstats.tables import format_short
 
 __all__ = ["trial_result"]
+
+_LITTLE = 5
+"""Tolerances that a dense loss has to fall by: what hardly learns ends within one of them whatever is sent."""
 
 
 def trial_result(
@@ -16,6 +20,7 @@ def trial_result(
     steps: int,
     equal: bool,
     diverged: str,
+    fell: float,
 ) -> Verdict:
     """Say what pairs of a dense and a compressed training have shown.
 
@@ -33,6 +38,8 @@ def trial_result(
         Whether all losses of both sides are equal.
     diverged : str
         Where a compressed run had a loss that is not finite; empty if none had.
+    fell : float
+        How far the dense loss fell, as a share of where it ended; NaN if that is not known.
     """
     within = f"{100 * tolerance:.2g} % of the dense loss"
     runs = f"{pairs} pairs of {steps} steps"
@@ -46,7 +53,15 @@ def trial_result(
     if equal:
         numbers += " All losses are equal: nothing that was installed changed the training."
     if decision == "confirmed":
-        return Verdict(f"Confirmed: within {within}", numbers)
+        # NaN is not below anything
+        little = fell < _LITTLE * tolerance
+        if little:
+            moved = f"fell by {format_short(100 * fell)} %" if fell > 0 else "did not fall"
+            numbers += (
+                f" That says little: the dense loss itself {moved}. Take more steps, or a tolerance that is a small "
+                "share of that fall."
+            )
+        return Verdict(f"Confirmed: within {within}", numbers, little)
     if decision == "refused":
         return Verdict(f"Refused: further than {within}", numbers, True)
     return Verdict("Undecided", f"{numbers} More pairs, or longer ones, would tell.", True)

@@ -8,22 +8,9 @@ from gradstats.analysis.verdicts.advised import TOO_FEW, sparse_already
 from gradstats.analysis.verdicts.verdict import Verdict, joined
 from gradstats.tables import format_short
 
-__all__ = ["is_adaptive", "should_compress"]
+__all__ = ["should_compress"]
 
 _UNIT = "\N{NO-BREAK SPACE}%"
-_ADAPTIVE = ("ada", "lamb", "lion", "muon", "prodigy", "rms", "shampoo", "soap")
-"""What is in the names of optimizers whose step is not proportional to the gradient, as in FusedAdam and Adam8bit."""
-
-
-def is_adaptive(optimizer: str) -> bool:
-    """Return whether an optimizer's step is not proportional to the gradient.
-
-    Parameters
-    ----------
-    optimizer : str
-        Name of the optimizer.
-    """
-    return any(name in optimizer.lower() for name in _ADAPTIVE)
 
 
 def should_compress(
