@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from records import RESULTS, ROOT, Row, by, command, complete, grid, show, stored
-from scipy.stats import permutation_test, rankdata, spearmanr, zscore
+from scipy.stats import permutation_test, rankdata, zscore
 
 from capture.atlas import PIECES, settings_of
 from capture.workloads import WORKLOADS, RunConfig, run
@@ -39,6 +39,7 @@ from gradstats.analysis.advise import (
     mean_above,
 )
 from gradstats.analysis.verdicts.advised import setting_of
+from gradstats.analysis.verdicts.trial import LITTLE
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.resampling import holm
 
@@ -106,8 +107,8 @@ UNTUNED = ("dense-bf16", "dense-fp8")
 
 UNJUDGED = ("policy-cartpole",)
 """Trainings whose loss does not say how good the model is: a policy's is that of episodes which it chose itself."""
-FELL = 5 * TOLERANCE
-"""Least fall of a dense loss, as a share of where it ends. Where it falls by less, what hardly learns stays near it."""
+FELL = LITTLE * TOLERANCE
+"""Least fall of a dense loss, as a share of where it ends, of a training that says something, as of a trial."""
 
 
 def settings(
@@ -173,16 +174,12 @@ def beyond(rows: Sequence[Row]) -> str:
     def ends(piece: str, edge: tuple[str, float], factors: Sequence[float]) -> float:
         return min(losses[piece, *edge, factor, 0] for factor in factors)
 
-    found: dict[str, list[str]] = {}
-    for optimizer in ("sgd", "adamw"):
+    def counted(optimizer: str) -> list[str]:
         pieces = [
             piece for piece in PIECES
             if piece.endswith(f"/{optimizer}")
             and all((piece, *edge, BEYOND, 0) in losses for edge in EDGES)
         ]  # fmt: skip
-        counts = [
-            sum(ends(p, edge, (BEYOND,)) < ends(p, edge, FACTORS) for p in pieces) for edge in EDGES
-        ]
         dense, topk = EDGES
         pairs = [
             [
@@ -191,14 +188,19 @@ def beyond(rows: Sequence[Row]) -> str:
             ]
             for p in pieces
         ]
-        # in hundredths: what is no percent is no change
-        counts += [
+        counts = [
+            *(
+                sum(ends(p, edge, (BEYOND,)) < ends(p, edge, FACTORS) for p in pieces)
+                for edge in EDGES
+            ),
+            # in hundredths: what is no percent is no change
             sum(round(a - b, 2) > 0 for a, b in pairs),
             sum(round(b - a, 2) > 0 for a, b in pairs),
+            sum((a <= TOLERANCE) is not (b <= TOLERANCE) for a, b in pairs),
         ]
-        counts += [sum((a <= TOLERANCE) is not (b <= TOLERANCE) for a, b in pairs)]
-        found[optimizer] = [f"{count} of {len(pieces)}" for count in counts]
-    sgd, adam = found.values()
+        return [f"{count} of {len(pieces)}" for count in counts]
+
+    sgd, adam = map(counted, ("sgd", "adamw"))
     return (
         f"At nine times the rate seed 0 ended lower than at any of the three in {sgd[0]} dense trainings with SGD and "
         f"{sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}. With that rate among those of both, "
@@ -244,11 +246,11 @@ def telling(found: Sequence[Row]) -> list[Row]:
     return [t for t in found if t["training"] not in UNJUDGED and t["fell"] >= FELL]
 
 
-def _topk(training: Row, ratio: float) -> float | None:
+def _topk(training: Row, ratio: float, yardstick: str = "loss") -> float | None:
     """Return how far a short training with top-k and its memory ended above dense, mean over seeds."""
     for r in training["runs"]:
         if (r["rule"], r["memory"], r["ratio"], r["steps"]) == ("topk", "residual", ratio, STEPS):
-            return mean_above(r["above"])
+            return mean_above(r["above"]) / (training["fell"] if yardstick == "fall" else 1.0)
     return None
 
 
@@ -258,11 +260,12 @@ def kept(found: Sequence[Row]) -> list[Row]:
     for optimizer, yardstick in product(OPTIMIZERS, YARDSTICKS):
         row: Row = {"optimizer": optimizer, "yardstick": yardstick, "of": 0}
         for ratio in RATIOS:
-            above = [
-                value / (1.0 if yardstick == "loss" else each["fell"]) for each in found
-                if each["optimizer"] == optimizer and (value := _topk(each, ratio)) is not None
+            ended = [
+                above for each in found
+                if each["optimizer"] == optimizer
+                and (above := _topk(each, ratio, yardstick)) is not None
             ]  # fmt: skip
-            row |= {"of": max(row["of"], len(above)), ratio: sum(x <= TOLERANCE for x in above)}
+            row |= {"of": max(row["of"], len(ended)), ratio: sum(x <= TOLERANCE for x in ended)}
         rows.append(row)
     return rows
 
@@ -320,7 +323,7 @@ def farther(one: Sequence[float], other: Sequence[float]) -> bool:
     """
     if DIVERGED in (*one, *other):
         return DIVERGED in one and DIVERGED not in other
-    times = APART[min(len(one), len(other), 3)]
+    times = APART[min(len(one), len(other), max(APART))]
     spread = max(max(each) - min(each) for each in (one, other))
     difference = statistics.fmean(one) - statistics.fmean(other)
     return difference > max(times * spread, TOLERANCE)
@@ -539,9 +542,8 @@ def predictors(found: Sequence[Row]) -> list[Row]:
         points: dict[str, list[tuple[float, float]]] = {}
         for each in found:
             known = each["properties"].get("gradient", {}) | {"left": 1 / (1 + each["fell"])}
-            above = _topk(each, ratio)
+            above = _topk(each, ratio, yardstick)
             if name in known and above is not None:
-                above /= 1.0 if yardstick == "loss" else each["fell"]
                 points.setdefault(each["training"], []).append((known[name], above))
         means = [
             tuple(map(statistics.fmean, zip(*pairs, strict=True))) for pairs in points.values()
@@ -590,27 +592,27 @@ def alike(found: Sequence[Row]) -> list[Row]:
     rng = np.random.default_rng(0)
     rows = []
     for optimizer, ratio in product(OPTIMIZERS, RATIOS):
-        mine = [
-            t for t in found
-            if t["optimizer"] == optimizer and "gradient" in t["properties"] and _topk(t, ratio) is not None
+        costs = [
+            (t, above) for t in found
+            if t["optimizer"] == optimizer and "gradient" in t["properties"]
+            and (above := _topk(t, ratio)) is not None
         ]  # fmt: skip
-        if len(mine) <= NEAREST:
+        if len(costs) <= NEAREST:
             continue
-        cost = np.array([_topk(t, ratio) for t in mine])
+        mine, cost = [t for t, _ in costs], np.array([above for _, above in costs])
         far = np.array(
             [[*distances("gradient", t["properties"]["gradient"], mine).values()] for t in mine]
         )
         np.fill_diagonal(far, math.inf)
 
-        def rho(order: np.ndarray, far: np.ndarray = far, cost: np.ndarray = cost) -> float:
-            nearest = np.argsort(far[order][:, order], axis=1, kind="stable")[:, :NEAREST]
-            return float(spearmanr(cost, np.median(cost[nearest], axis=1)).statistic)
-
-        found_rho = rho(np.arange(len(mine)))
-        drawn = [rho(rng.permutation(len(mine))) for _ in range(999)]
-        p = (1 + sum(x >= found_rho for x in drawn)) / (1 + len(drawn))
+        # the order as it is, then random ones
+        orders = np.array([range(len(mine)), *(rng.permutation(len(mine)) for _ in range(999))])
+        nearest = far[orders[:, :, None], orders[:, None, :]].argsort(axis=2, kind="stable")
+        foretold = np.median(cost[nearest[:, :, :NEAREST]], axis=2)
+        # Spearman's is the correlation of ranks
+        rho = np.mean(zscore(rankdata(foretold, axis=1), axis=1) * zscore(rankdata(cost)), axis=1)
         row = {"optimizer": optimizer, "ratio": ratio, "trainings": len(mine)}
-        rows.append(row | {"rho": found_rho, "p": p})
+        rows.append(row | {"rho": float(rho[0]), "p": float(np.mean(rho >= rho[0]))})
     return rows
 
 

@@ -24,7 +24,7 @@ from pages import IMAGES, RESULTS, ROOT
 import gradstats
 from capture.workloads import workload_info
 from gradstats import plots
-from gradstats.analysis.advise import evidence
+from gradstats.analysis.advise import evidence, mean_above
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.distributions import SIDS
 from gradstats.statistics.solution import Z95
@@ -146,7 +146,7 @@ def losses() -> Figure:
             # a training has its colour in all panels, and a line for each length it was trained for
             for steps in dict.fromkeys(r["steps"] for r in runs):
                 mine = (r for r in runs if r["steps"] == steps)
-                points = sorted((r["ratio"], 100 * sum(r["above"]) / len(r["above"])) for r in mine)
+                points = sorted((r["ratio"], 100 * mean_above(r["above"])) for r in mine)
                 label = each["training"] + ("" if steps == 120 else f", {steps} steps")
                 # there are ten colours
                 place = names.index(each["training"])

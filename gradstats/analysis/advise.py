@@ -253,7 +253,7 @@ def advice_for(
     verdict = what_to_try(
         records,
         # a name that tells nothing is like no other
-        optimizer if family_of(optimizer or "") else None,
+        optimizer if family_of(optimizer) else None,
         held if like_this else None,
         planned=bool(plans),
         nonzero=nonzero,
@@ -285,21 +285,21 @@ def optimizer_of(source: Source) -> str | None:
     return stored.get("name") if isinstance(stored, Mapping) else None
 
 
-def family_of(optimizer: str) -> str | None:
+def family_of(optimizer: str | None) -> str | None:
     """Return which optimizers one is like.
 
     Parameters
     ----------
-    optimizer : str
-        Name of the optimizer.
+    optimizer : str or None
+        Name of the optimizer, if it is known.
 
     Returns
     -------
     {"SGD", "Adam", "Muon"} or None
-        Its step is in proportion to the gradient, or is scaled for each element, or for matrices; None where the name
-        does not tell.
+        Its step is in proportion to the gradient, or is scaled for each element, or for matrices; None where no name
+        tells.
     """
-    name = optimizer.lower()
+    name = (optimizer or "").lower()
     fits = (family for family, parts in _FAMILIES.items() if any(part in name for part in parts))
     return next(fits, None)
 
@@ -438,7 +438,7 @@ def choose(
         As :attr:`Advice.records`.
     """
     far = distances(kind, properties, measured)
-    own = family_of(optimizer or "")
+    own = family_of(optimizer)
     families = [own] if own else list(_FAMILIES)
     settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for family in families:

@@ -115,15 +115,15 @@ def _models() -> Sequence[str]:
     return (*LAWS, "all")
 
 
-def models_of(names: list[str] | None) -> list[str] | Literal["all"] | None:
+def models_of(names: Sequence[str] | None) -> list[str] | Literal["all"] | None:
     """Return the models asked for as the functions take them.
 
     Parameters
     ----------
-    names : list of str or None
+    names : sequence of str or None
         What ``--model`` was given.
     """
-    return "all" if names and "all" in names else names or None
+    return "all" if names and "all" in names else [*(names or ())] or None
 
 
 def _quantities() -> Sequence[str]:

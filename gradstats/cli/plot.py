@@ -20,6 +20,7 @@ from gradstats.cli.options import (
     RatioOption,
     SchedulerOption,
     StepOption,
+    models_of,
     one_of,
 )
 from gradstats.cli.output import Records, analyse, note
@@ -114,8 +115,7 @@ def _fitted(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawin
     from gradstats.statistics.several import possible
 
     captured, what = _one(sources, asked, over)
-    every = "all" in asked.models
-    fits, failed = possible(captured.values, "all" if every else [*asked.models] or None)
+    fits, failed = possible(captured.values, models_of(asked.models))
     for model, why in failed.items():
         note(f"{model}: {why}")
     return (captured.values, fits), {}, what

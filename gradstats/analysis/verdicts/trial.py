@@ -5,9 +5,9 @@ from __future__ import annotations
 from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
 from gradstats.tables import format_short
 
-__all__ = ["trial_result"]
+__all__ = ["LITTLE", "trial_result"]
 
-_LITTLE = 5
+LITTLE = 5
 """Tolerances that a dense loss has to fall by: what hardly learns ends within one of them whatever is sent."""
 
 
@@ -54,7 +54,7 @@ def trial_result(
         numbers += " All losses are equal: nothing that was installed changed the training."
     if decision == "confirmed":
         # NaN is not below anything
-        little = fell < _LITTLE * tolerance
+        little = fell < LITTLE * tolerance
         if little:
             moved = f"fell by {format_short(100 * fell)} %" if fell > 0 else "did not fall"
             numbers += (
