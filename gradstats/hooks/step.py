@@ -73,8 +73,10 @@ def backed_off(scaler: Scaler | None, before: float, now: float) -> bool:
         Its scale in the step, and after it.
     """
     factor = getattr(scaler, "get_backoff_factor", None)
+    if factor is None or now >= before:
+        return False
     # the scale is a float32 of the device; one that fell by another factor was set by hand
-    return factor is not None and now < before and math.isclose(now, before * factor())
+    return math.isclose(now, before * factor(), rel_tol=1e-6)
 
 
 # Size: what a state is made of, an attribute a part; it has no behaviour.

@@ -282,6 +282,33 @@ def test_lags_counts_what_is_sent_whole_and_begins_after_the_first_step(one_rank
 
 
 @distributed
+def test_one_message_for_all_layers_carries_the_flag_that_came_with_them(one_rank):
+    compressor = LAGS(0.1, adaptive=False)
+    compressor.whole, compressor.ratios = True, {"b": 0.1, "a": 0.1}
+    corrected = torch.randn(1000)
+    for layer, flag in ((("b", slice(600, 1000)), 3), (("a", slice(0, 600)), 0)):
+        compressor.push(corrected, [layer], None, flag)
+    assert compressor.reduce(corrected, None).flags == [3]
+    compressor.push(corrected, [("b", slice(600, 1000)), ("a", slice(0, 600))], None)
+    reduced = compressor.reduce(corrected, None)
+    assert (reduced.flags, reduced.selected) == ([0], 100)
+
+
+@distributed
+def test_what_was_timed_is_a_median_over_steps_and_the_least_exchange(one_rank):
+    timed = [
+        ([Delivery(("b",), 10, 1, 1, 20, 300), Delivery(("a",), 30, 3, 4, 50, 600)], 9),
+        ([Delivery(("b",), 10, 1, 2, 21, 200), Delivery(("a",), 30, 3, 5, 51, 700)], 7),
+        ([Delivery(("b",), 10, 1, 9, 29, 900), Delivery(("a",), 30, 3, 9, 59, 900)], 8),
+    ]
+    assert calibration._agreed(timed, 0.5, None, torch.device("cpu")) == (
+        8,
+        0.5,
+        [Delivery(("b",), 10, 1, 2, 21, 200), Delivery(("a",), 30, 3, 5, 51, 600)],
+    )
+
+
+@distributed
 def test_a_model_without_elements_can_be_measured(one_rank):
     compressor = LAGS(0.1, calibrate=1)
     for _ in range(compressor.settling + 1):

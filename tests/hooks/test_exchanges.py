@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -10,7 +11,15 @@ from workers import exchanges
 
 from gradstats.compressors import TopK, make_compressor
 from gradstats.errors import InputError, NonFiniteGradientError
-from gradstats.hooks import CompressionState, LocalSteps, compression_hook
+from gradstats.hooks import (
+    CompressionState,
+    ErrorFeedback,
+    LocalSteps,
+    MomentumCorrection,
+    compression_hook,
+)
+from gradstats.hooks.applied import Applied
+from gradstats.hooks.step import backed_off
 
 pytestmark = pytest.mark.distributed
 
@@ -19,6 +28,34 @@ def test_micro_steps_that_exchange_train_as_dense_ones():
     for found in run_ranks(2, exchanges.micro_steps):
         assert len(found) == 2 * len(exchanges.TRAININGS)
         assert {case: error for case, error in found.items() if not error < 1e-5} == {}
+
+
+@pytest.mark.parametrize("nesterov", [False, "dgc", "redsync"])
+def test_momentum_of_a_step_in_parts_is_that_of_its_sum(nesterov):
+    slot, found = slice(0, 3), []
+    gradients = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
+    for in_parts in (True, False):
+        memory = MomentumCorrection(0.9, nesterov=nesterov)
+        memory.allocate(3, torch.device("cpu"))
+        memory.allocate_dense(0, torch.device("cpu"))
+        for step in gradients:
+            for i, part in enumerate(step if in_parts else [step.sum(0)]):
+                memory.add(part, slot, i > 0)
+                memory.settle(memory.corrected, torch.arange(0))  # nothing is sent
+        found.append(memory.tensors())
+    parts, whole = found
+    assert len(parts) == 2
+    for name, each in parts.items():
+        assert torch.allclose(each, whole[name], rtol=1e-5), name
+
+
+def test_a_residual_decays_once_a_step():
+    memory = ErrorFeedback(0.5)
+    memory.allocate(2, torch.device("cpu"))
+    for further, kept in ((False, [1.0, 3.0]), (True, [2.0, 6.0]), (False, [2.0, 6.0])):
+        memory.add(torch.tensor([1.0, 3.0]), slice(0, 2), further)
+        assert memory.corrected.tolist() == kept
+        memory.settle(memory.corrected, torch.arange(0))
 
 
 def test_adam_refuses_a_step_in_parts():
@@ -63,8 +100,32 @@ def test_a_discarded_step_leaves_no_bit():
         assert same == dict.fromkeys(same, True)
 
 
-def test_a_scaler_that_skips_for_another_model_discards():
-    assert run_ranks(2, exchanges.overflow_elsewhere) == [(True, True, True)] * 2
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_discards_what_it_skips_for_another_model_alone(fused, apart):
+    assert run_ranks(2, exchanges.overflow_elsewhere, fused, apart) == [(True, True, True)] * 2
+
+
+def test_what_one_of_two_fused_optimizers_takes_is_applied():
+    applied, parameters = Applied(), [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    applied.watch(parameters)
+    for overflows, stepped in (([0.0, 1.0], True), ([1.0, 0.0], True), ([1.0, 1.0], False)):
+        applied.begin()
+        for parameter, overflow in zip(parameters, overflows, strict=True):
+            optimizer = torch.optim.SGD([parameter], 0.1, fused=True)
+            optimizer.found_inf = torch.tensor(overflow)  # as GradScaler sets it
+            applied.after(optimizer, {id(parameter)})
+        assert applied.stepped is stepped
+    assert applied.known
+
+
+def test_a_scale_that_falls_otherwise_is_no_overflow():
+    # a scale is a float32: 0.7 times another is a rounded one
+    for factor, fallen in ((0.5, 512.0), (0.7, float(np.float32(0.7 * 1024)))):
+        scaler = torch.amp.GradScaler("cpu", backoff_factor=factor)
+        scales = {1024.0: False, fallen: True, 256.0: False, 1000.0: False, 2048.0: False}
+        assert {now: backed_off(scaler, 1024.0, now) for now in scales} == scales
+    assert not backed_off(None, 1024.0, 512.0)
 
 
 def test_units_of_a_sharded_model():

@@ -36,11 +36,6 @@ def test_a_kept_update_is_the_naive_mean():
     assert run_ranks(1, cases.updates) == [[]]
 
 
-@pytest.mark.parametrize("name", ["topk", "micro", "cltk", "randomk", "lags"])
-def test_gradients_written_sparsely_are_those_copied(name):
-    assert run_ranks(2, cases.written_sparsely, name) == [True, True]
-
-
 def test_indices_beyond_32_bits():
     for indices, values in run_ranks(2, cases.wide_indices):
         assert indices == [[1, 2**31 + r, 2**40] for r in range(2)]

@@ -131,6 +131,10 @@ def test_a_mean_over_senders_is_larger_the_less_ranks_agree(three, shared):
         assert ratio == pytest.approx(3 / senders, rel=0.25)
 
 
+def test_a_mean_over_senders_stays_one_where_much_is_sent(three):
+    assert [rank["much"] for rank in three] == [pytest.approx([0, 0], abs=1e-6)] * 3
+
+
 def test_parameters_that_are_not_finite_stop_all_ranks_and_leave_the_rest_alone(two):
     results = [rank["not finite"] for rank in two]
     for message, left, parameters in results:

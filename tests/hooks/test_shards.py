@@ -70,3 +70,21 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_and_training_goes_on():
         assert np.isfinite(losses).all()
         assert last in (2, 3)  # of the units, some had sent before the failure
     assert len({parameters for *_, parameters, _ in found}) == 1
+
+
+def test_options_of_a_shard_hook_do_what_they_do_for_ddp():
+    for rank, found in enumerate(run_ranks(4, sharded.options)):
+        finite, written, *_, problem = found["zero"]
+        assert finite
+        assert written > 0
+        assert ("25 NaN or infinite elements taken as zero" in problem) == (rank == 0)
+        finite, written, *_, problem = found["skip"]
+        assert finite
+        assert written == 0
+        assert "step 0: NaN or infinite gradient elements: 25 on rank 0" in problem
+        shares = [
+            selected / numel for _, _, selected, numel, _ in (found[step] for step in range(3))
+        ]
+        assert shares[:2] == [1, 1]
+        assert shares[2] == pytest.approx(0.05, abs=0.01)
+        assert "2.weight did not become the same on all ranks: ranks 0 and 1 " in found["verified"]

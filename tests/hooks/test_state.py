@@ -124,9 +124,9 @@ def test_warm_up_follows_its_schedule():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_local_clipping_and_weight_decay(world):
-    assert max(run_ranks(world, cases.clipping)) < 1e-6
+@pytest.mark.parametrize(("world", "scale"), [(1, 1.0), (3, 1.0), (3, 1024.0)])
+def test_local_clipping_and_weight_decay(world, scale):
+    assert max(run_ranks(world, cases.clipping, scale)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["topk", "layerwise"])

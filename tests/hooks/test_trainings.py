@@ -229,11 +229,12 @@ def test_clipping_after_bad_elements_became_zero(bad):
     assert run_ranks(1, trainings.clipped_zero, bad) == [pytest.approx(0.5)]
 
 
-def test_a_mean_beyond_float16_stays_in_the_residual():
-    ((seen, residual, (message, own, same)),) = run_ranks(1, trainings.half_overflow)
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_mean_beyond_float16_stays_in_the_residual(scale):
+    ((seen, residual, (message, own, same)),) = run_ranks(1, trainings.half_overflow, scale)
     assert seen[0] == ([60_000.0, 0.0], False)
     assert seen[1] == ([0.0, 0.0], True)  # 39,000 twice
-    assert residual == [0.0, float(np.float16(39_000))]
+    assert residual == [0.0, float(np.float16(39_000)) / scale]  # without the loss scale
     # a step that is refused by an error leaves the rank's own gradient, and no trace in the rule
     assert message.startswith("NonFiniteGradientError: step 1: NaN or infinite gradient elements")
     assert own == [60_000.0, float(np.float16(39_000))]

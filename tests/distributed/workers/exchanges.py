@@ -402,22 +402,30 @@ def discarded(rank, world):
     return same
 
 
-def overflow_elsewhere(rank, world):
-    """A scaler skips the step of two models because one overflows: parameters and memory of the other, and a twin's."""
+def overflow_elsewhere(rank, world, fused, apart):
+    """A scaler skips a step because one of two models overflows: parameters and memory of the other, and a twin's.
+
+    With an optimizer of both models the twin lacks the step. With optimizers `apart` the scaler skips that of the model
+    that overflows alone, and of the twin none overflows.
+    """
     ends = []
     for overflows in (True, False):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
         nets = [small(), small()]
         (one, state), (two, _) = (wrapped(net, TopK(0.2), scaler=scaler) for net in nets)
-        optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], 0.05)
+        of_each = [[*net.parameters()] for net in nets]
+        parts = of_each if apart else [of_each[0] + of_each[1]]
+        optimizers = [torch.optim.SGD(part, 0.05, fused=fused) for part in parts]
         for step in range(5):
-            if step == 2 and not overflows:
+            if step == 2 and not overflows and not apart:
                 continue
-            optimizer.zero_grad()
-            bad = float("inf") if step == 2 else 1.0
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            bad = float("inf") if step == 2 and overflows else 1.0
             loss = loss_of(one, rank, step) + bad * loss_of(two, rank, step)
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
             scaler.update()
             if step == 2:
                 state.state_dict()  # a checkpoint between two steps holds the right memory

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradstats import hooks
 from gradstats.collectives import SparseAllGather
 from gradstats.collectives.update import SparseUpdate
 from gradstats.compressors import TopK, make_compressor
@@ -374,29 +373,3 @@ def updates(rank, world):
         if update.divide(3) != len(seen) or not torch.equal(update.vector, total / 3):
             wrong.append((numel, counts))
     return wrong
-
-
-def written_sparsely(rank, world, name):
-    """Return whether gradients written position by position are the ones that are copied."""
-
-    def train(large):
-        hooks._LARGE, hooks._FEW = large, 1
-        torch.manual_seed(0)
-        image = nn.Unflatten(1, (2, 4, 5)), nn.Conv2d(2, 20, 3, padding=1), nn.Flatten()
-        net = nn.Sequential(*image, nn.Linear(400, 300), nn.ReLU(), nn.Linear(300, 3))
-        net.to(memory_format=torch.channels_last)  # gradients of another stride
-        state = CompressionState(
-            make_compressor(name, 0.02), named_parameters=net.named_parameters()
-        )
-        ddp = DDP(net)
-        ddp.register_comm_hook(state, compression_hook)
-        gradients = []
-        for step in range(4):
-            ddp.zero_grad()
-            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step))
-            ddp(x).square().mean().backward()
-            gradients += [p.grad.clone() for p in net.parameters()]
-        return gradients
-
-    pairs = list(zip(train(1), train(1 << 60), strict=True))
-    return all(torch.equal(a, b) for a, b in pairs) and any(a.any() for a, _ in pairs)

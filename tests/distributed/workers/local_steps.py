@@ -291,6 +291,27 @@ def norms(rank, world, shared):
     return senders / ranks, world * reduced.selected / reduced.union
 
 
+def much(rank, world):
+    """Return the largest error of a mean over senders, which are so many that a dense sum would be shorter."""
+    generator, compressor, errors = (
+        torch.Generator(),
+        SparseCompressor(TopK(0.8), average="senders"),
+        [],
+    )
+    for step in range(2):
+        of_all = [
+            torch.randn(1000, generator=generator.manual_seed(10 * step + r)) for r in range(world)
+        ]
+        sent, senders = torch.zeros(1000), torch.zeros(1000)
+        for each in of_all:
+            largest = each.abs().topk(800).indices
+            sent[largest] += each[largest]
+            senders[largest] += 1
+        mean = compressor.reduce(of_all[rank].clone(), None).mean
+        errors.append(float((mean - sent / senders.clamp(min=1)).abs().max()))
+    return errors
+
+
 def not_finite(rank, world):
     """Return the error of an exchange, and whether the parameters were left alone and can go on."""
     model = net()
@@ -521,5 +542,6 @@ def three_ranks(rank, world):
         {
             **{a: lambda a=a: sparseloco_beside_its_formulas(rank, world, a) for a in AVERAGES},
             **{s: lambda s=s: norms(rank, world, s) for s in SHARED},
+            "much": lambda: much(rank, world),
         }
     )

@@ -21,7 +21,7 @@ from gradstats.compressors import make_compressor
 from gradstats.errors import GradstatsError
 from gradstats.hooks import CompressionState, ErrorFeedback, compression_hook, shard_hook
 from gradstats.hooks.torch_private import reduce_scatter
-from gradstats.hooks.units import units
+from gradstats.hooks.units import local_part, units
 
 
 def network(dtype=torch.float32, width=32):
@@ -289,6 +289,47 @@ def refusals(rank, world, path):
     attempt("gathered", lambda: Capture(path, late, overwrite=True))
     dist.barrier()
     return said
+
+
+def options(rank, world):
+    """Return what options of ``shard_hook`` do: policies for NaN, a schedule, a comparison of replicas."""
+    mesh, found = mesh_of(2, world // 2), {}
+
+    def one_step(step, bad=None, wrong=(), **given):
+        model = shard(network(), mesh["shard"])
+        hook = shard_hook(model, mesh["replicate"], lambda: make_compressor("topk", 0.05), **given)
+        for state in hook.states.values():
+            write = state._setup.gradient.write
+
+            def spoiled(pairs, *others, write=write):
+                write(pairs, *others)
+                if rank in wrong:
+                    pairs[0][1].view(-1)[0] += 1
+
+            state._setup.gradient.write = spoiled
+        hidden = []
+        handle = model[0].register_forward_hook(lambda *seen: hidden.append(seen[2]))
+        for number in range(step + 1):
+            model.zero_grad()
+            loss = loss_of(model, batch(number, rank, model))
+            if rank == bad:
+                loss = loss + hidden[-1][:, 3].sum() * float("inf")
+            loss.backward()
+        handle.remove()
+        gradients = [local_part(p.grad) for p in model[0].parameters()]
+        finite = all(bool(g.isfinite().all()) for g in gradients)
+        sent = [sum(int(g.count_nonzero()) for g in gradients), hook.last.selected]
+        return finite, *sent, hook.last.numel, hook.last.problem
+
+    for policy in ("zero", "skip"):
+        found[policy] = one_step(0, bad=0, nonfinite=policy)
+    for step in range(3):
+        found[step] = one_step(step, ratio_at=lambda step: 1.0 if step < 2 else None)
+    try:
+        one_step(1, wrong=(2, 3), verify_every=1)
+    except GradstatsError as error:
+        found["verified"] = str(error)
+    return found
 
 
 def not_finite(rank, world):

@@ -57,10 +57,10 @@ def batch(rank, step):
     return torch.randn(16, 40, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
-def backward(ddp, rank, step):
+def backward(ddp, rank, step, scale=1.0):
     x = batch(rank, step)
     ddp.zero_grad()
-    nn.functional.cross_entropy(ddp(x), (x.sum(1) > 0).long()).backward()
+    (scale * nn.functional.cross_entropy(ddp(x), (x.sum(1) > 0).long())).backward()
 
 
 def flat_gradients(net):
@@ -190,8 +190,8 @@ def warm_up(rank, world):
     return selected, dense_error, targets
 
 
-def clipping(rank, world):
-    """Each rank's gradient has a norm of at most clip/√n, weight decay comes on top."""
+def clipping(rank, world, scale):
+    """Each rank's gradient has a norm of at most clip/√n, without a loss scale; weight decay comes on top."""
     net = model()
     ddp = DDP(net)
     state = CompressionState(
@@ -199,17 +199,18 @@ def clipping(rank, world):
         error_feedback=False,
         clip=0.01,
         weight_decay=0.1,
+        scaler=torch.amp.GradScaler("cpu", init_scale=scale),
         named_parameters=net.named_parameters(),
     )
     ddp.register_comm_hook(state, compression_hook)
-    backward(ddp, rank, 0)
+    backward(ddp, rank, 0, scale)
     weights = np.concatenate([p.detach().numpy().reshape(-1) for p in net.parameters()])
     clipped = []
     for r in range(world):
         g = own_gradient(net, r, 0)
         clipped.append(g * min(1.0, 0.01 / np.sqrt(world) / np.linalg.norm(g)))
     expected = np.mean(clipped, axis=0) + 0.1 * weights
-    return float(np.abs(flat_gradients(net) - expected).max())
+    return float(np.abs(flat_gradients(net) / scale - expected).max())
 
 
 def nonfinite(rank, world):

@@ -580,10 +580,10 @@ def clipped_zero(rank, world, bad):
     return float(net.weight.grad.norm())
 
 
-def half_overflow(rank, world):
-    """A mean too large for float16 is refused, and stays in the residual."""
-    net = nn.Linear(2, 1, bias=False).half()
-    ddp, state = wrapped(net, TopK(0.5), nonfinite="skip")
+def half_overflow(rank, world, scale):
+    """A mean that is too large for float16, with its loss scale, is refused, and stays in the residual."""
+    net, scaler = nn.Linear(2, 1, bias=False).half(), torch.amp.GradScaler("cpu", init_scale=scale)
+    ddp, state = wrapped(net, TopK(0.5), nonfinite="skip", scaler=scaler)
     net.weight.register_hook(lambda g: torch.tensor([[60_000.0, 39_000.0]]).half())
     seen = []
     for _ in range(2):
@@ -591,7 +591,7 @@ def half_overflow(rank, world):
         ddp(torch.ones(1, 2).half()).sum().backward()
         seen.append((net.weight.grad.flatten().tolist(), state.last.problem != ""))
     kept = state.memory.residual.tolist()
-    ddp, state = wrapped(net, make_compressor("warm-exact", 0.5))
+    ddp, state = wrapped(net, make_compressor("warm-exact", 0.5), nonfinite="raise", scaler=scaler)
     net.zero_grad()
     ddp(torch.ones(1, 2).half()).sum().backward()
     net.zero_grad()
