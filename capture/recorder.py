@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -176,6 +178,14 @@ class Recorder:
         self._waiting: Snapshot | None = None  # for the optimizers' steps
         self._background: BackgroundWriter | None = None
         self._warnings: set[str] = set()
+        _all.add(self)
+
+    def leave(self) -> None:
+        """Record nothing more, and close nothing: this is a copy in a forked process, such as a data loader's."""
+        self.active = False
+        self._forget()
+        # the thread that writes is the parent's, and so is the trace
+        self._waiting = self._background = None
 
     @property
     def arrays(self) -> Mapping[Kind, Values]:
@@ -534,6 +544,18 @@ class Recorder:
         warn(f"{self.storage.path}: writing what is queued; press Ctrl-C again to lose it")
 
 
+_all: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _leave() -> None:
+    for recorder in list(_all):
+        recorder.leave()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave)
+
+
 def _both(
     first: Callable[[], None] | None, second: Callable[[], None] | None
 ) -> Callable[[], None] | None:
@@ -568,7 +590,12 @@ def at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
         Returns what to call, or None.
     """
 
+    process = os.getpid()
+
     def finish() -> None:
+        # a forked process would wait for a thread that is its parent's
+        if os.getpid() != process:
+            return
         # asked for now: what is weakly held may be gone
         method = close()
         if method is not None:

@@ -68,6 +68,8 @@ _FAMILIES = {
     "SGD": ("lars", "momentum", "nesterov", "sgd"),
 }
 """What is in the names of each family's optimizers, as in FusedAdam and PagedAdamW8bit; the first that fits is it."""
+_SAME = 1 - 1e-9
+"""Mean cosine of ranks from which on they hold the same gradient."""
 _SETTING = ("rule", "ratio", "memory", "format")
 # What everything is compared with; it ends where it ends.
 _DENSE: dict[str, Any] = {
@@ -233,8 +235,9 @@ def advice_for(
     measured = [t for t in evidence()["trainings"] if t["training"] not in without]
     records = choose(kind, properties, optimizer, tolerance, measured, plans)
     nonzero = properties.get("nonzero", 1.0)
+    known = {name for name, value in properties.items() if not math.isnan(value)}
     # zeros alone tell no training from another
-    enough = not properties.keys() <= {"zeros", "nonzero"}
+    enough = not known <= {"zeros", "nonzero"}
     if nonzero and sparse_already(nonzero):
         lossless = _lossless(nonzero, plans)
         # what a plan does not call faster is not recommended, here either
@@ -258,6 +261,7 @@ def advice_for(
         planned=bool(plans),
         nonzero=nonzero,
         enough=enough,
+        same_ranks=math.isnan(properties.get("cosine", 0.0)),
     )
     return Advice(**fields, records=records, verdict=verdict)
 
@@ -282,7 +286,8 @@ def optimizer_of(source: Source) -> str | None:
     """
     stored = source.trace.attrs.get("optimizer") if isinstance(source, TraceSource) else None
     # metadata are whatever the user wrote
-    return stored.get("name") if isinstance(stored, Mapping) else None
+    name = stored.get("name") if isinstance(stored, Mapping) else stored
+    return name if isinstance(name, str) else None
 
 
 def family_of(optimizer: str | None) -> str | None:
@@ -320,7 +325,8 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         Kind that was looked at: the gradient if there is one, else what it is compressed as.
     properties : dict of str to float
         Shares of Σg² that the largest 1 and 0.1 % hold, share of zeros, and the mean cosine of the ranks where several
-        whole gradients are known; and nonzero, the share of elements that are not zero at the step that has most.
+        whole gradients are known, NaN if they are the same; and nonzero, the share of elements that are not zero at
+        the step that has most.
     """
     keys = subset_of(over or {}).keys(source)
     kinds = [key[1] for key in keys]
@@ -332,7 +338,11 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         if of_kind == kind:
             steps_of.setdefault(rank, []).append(step)
     # a trace knows the zeros, NaN and infinities of every step of every rank
-    recorded = [r for r in info_records(source) if r["kind"] == kind]
+    chosen = set(keys)
+    recorded = [
+        r for r in info_records(source)
+        if r["kind"] == kind and (r["rank"], r["kind"], r["step"]) in chosen
+    ]  # fmt: skip
     for r in recorded:
         _check_finite(source, r.get("nonfinite", 0), r["rank"], r["step"])
     first = next(iter(steps_of))
@@ -352,7 +362,9 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
     if len(steps_of) > 1 and common and not source.sketched(first, kind):
         # the last record is that of all steps and the whole gradient
         compared = agreement(source, kinds=[kind], steps=evenly(common, _MOST_STEPS))
-        properties["cosine"] = compared[-1]["cosine"]
+        cosine = compared[-1]["cosine"]
+        # ranks that hold the same gradient, as after averaging, do not tell how workers differ
+        properties["cosine"] = cosine if cosine < _SAME else math.nan
     return kind, properties
 
 
@@ -360,7 +372,7 @@ def _check_finite(source: Source, bad: int, rank: int, step: int) -> None:
     if bad:
         raise InputError(
             f"{source.name} has {bad:,} NaN or infinite elements at step {step}, rank {rank}: a sum over workers "
-            "passes them on to all, mend that first"
+            "passes them on to all, mend that first; of a step that a loss scaler skipped look at other steps alone"
         )
 
 
@@ -503,6 +515,8 @@ def _scales(properties: Mapping[str, float]) -> dict[str, float]:
     """Return properties on scales on which equal differences mean as much: shares as logits."""
     found = {}
     for name, value in properties.items():
+        if math.isnan(value):
+            continue
         if name != "cosine":
             share = min(max(value, _LEAST), _MOST)
             value = math.log(share / (1 - share))

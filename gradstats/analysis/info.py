@@ -35,7 +35,10 @@ def describe(source: TraceSource) -> dict[str, str]:
     captured = len(set().union(*map(trace.shard_ranks, trace.ranks)))
     optimizer = a.get("optimizer")
     # metadata may be anything, also a text
-    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
+    if not isinstance(optimizer, Mapping):
+        optimizer = {"name": optimizer} if isinstance(optimizer, str) else {}
+    versions = a.get("versions")
+    versions = versions if isinstance(versions, Mapping) else {}
     facts = {
         "run": _joined([a.get("model"), f"on {a['data']}" if "data" in a else None], " "),
         "compressor": _joined(
@@ -69,7 +72,7 @@ def describe(source: TraceSource) -> dict[str, str]:
         "captured": f"{len(trace.steps())} steps, {captured} of {trace.world_size} ranks",
         "size": _size(source),
         "made": _joined([a.get("created"), f"on {a['host']}" if "host" in a else None], " "),
-        "versions": _joined([f"{k} {v}" for k, v in dict(a.get("versions", {})).items()]),
+        "versions": _joined([f"{k} {v}" for k, v in versions.items()]),
     }
     return {name: text for name, text in facts.items() if text}
 

@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from gradstats.cli.options import FormatOption, OutputOption, RttOption, SourceArgument
+from gradstats.cli.options import (
+    FormatOption,
+    OutputOption,
+    RttOption,
+    SourceArgument,
+    StepOption,
+)
 from gradstats.cli.output import emit, note
 from gradstats.cli.plan import assumed_link, cluster_of, only_source
 from gradstats.errors import InputError
@@ -54,6 +60,7 @@ def advise(  # numpydoc ignore=PR01
         list[str] | None,
         typer.Option(help="Leave out a measured training (repeatable).", metavar="TRAINING"),
     ] = None,
+    step: StepOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -79,7 +86,9 @@ def advise(  # numpydoc ignore=PR01
             note(assumed_link(cluster))
     elif rtt is not None or compute is not None:
         raise InputError("--rtt and --compute are of a link: give --link, or --network")
-    found = advise(opened, plans, optimizer=optimizer, tolerance=tolerance, without=without or ())
+    found = advise(
+        opened, plans, optimizer=optimizer, tolerance=tolerance, without=without or (), steps=step
+    )
     columns = ["rule", "ratio", "memory", "format", "low", "high", "runs", "bytes", "reason"]
     if plans:
         columns.insert(-1, "speedup")

@@ -97,7 +97,7 @@ def _describe(source: TraceSource, everything: bool) -> str:
     facts = describe(source)
     indent = 3 + max(map(len, facts))
     # not through textwrap, which would break a long path
-    lines = [asked_for(trace.path)]
+    lines = [visible(asked_for(trace.path))]
     for name, text in facts.items():
         first = f"  {name:<{indent - 2}}"
         lines += textwrap.wrap(

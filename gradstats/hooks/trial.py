@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gradstats.analysis.verdicts import Verdict, trial_result
 from gradstats.collectives.plain import all_reduce_mean
-from gradstats.errors import InputError
+from gradstats.errors import InputError, NonFiniteGradientError
 from gradstats.primitives.ratio import check_count, check_number, check_seed, shown
 from gradstats.tables import Record, Records, Shown
 
@@ -266,7 +266,7 @@ class Trial:
         ------
         InputError
             If the training yields fewer losses than there are steps, never calls `install`, is not the same
-            twice, or if its dense loss is not finite or not positive.
+            twice from one seed, is the same from two, or if its dense loss is not finite or not positive.
         """
         pairs, losses = Records(), []
         judged = slice(-max(1, round(self.last * self.steps)), None)
@@ -282,6 +282,7 @@ class Trial:
             dense, compressed = both
             # losses are means over the ranks: all of them raise here, or none does
             _check(seed, dense, compressed)
+            _check_drawn(self.seed, [pair[0] for pair in losses], dense)
             losses.append((dense, compressed))
             ends = {"dense": dense[judged].mean(), "compressed": compressed[judged].mean()}
             if ends["dense"] <= 0:
@@ -326,6 +327,11 @@ class Trial:
                 # range first: the other way round zip would train one step more before it stops
                 for count, loss in zip(range(1, self.steps + 1), run, strict=False):
                     losses[count - 1] = _number(loss)
+            except NonFiniteGradientError:
+                # raised on all ranks alike, by a hook: the training has diverged, and the losses that it lacks are NaN
+                if install is None:
+                    raise
+                count = self.steps
             finally:
                 if isinstance(run, Generator):
                     # ends the training's own with blocks now, and not when the collector comes
@@ -370,6 +376,18 @@ def _check(seed: int, dense: NDArray[np.float64], compressed: NDArray[np.float64
             f"the first losses of seed {seed} differ, {dense[0]:.6g} dense and {compressed[0]:.6g} compressed, "
             "before any step: draw weights and batches from the seed that train is given"
         )
+
+
+def _check_drawn(
+    first: int, others: Sequence[NDArray[np.float64]], dense: NDArray[np.float64]
+) -> None:
+    """Refuse a training that is the same from every seed: its pairs would be one observation that counts as many."""
+    for seed, other in enumerate(others, first):
+        if np.array_equal(other, dense):
+            raise InputError(
+                f"the dense losses of the seeds {seed} and {first + len(others)} are the same: draw weights or batches "
+                "from the seed that train is given"
+            )
 
 
 def _not_finite(seed: int, losses: NDArray[np.float64]) -> str | None:

@@ -143,7 +143,9 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
     if isinstance(source, TraceSource):
         # a run that used the bare rule has threshold:NAME as its compressor
         name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)
-        run: Any = (name, source.trace.attrs.get("ratio"))
+        ratio = source.trace.attrs.get("ratio")
+        # metadata are whatever the user wrote
+        run = (name, float(ratio) if isinstance(ratio, int | float) else math.nan)
         # preferred to a replay, which only sees the captured steps
         recorded = [r["quality"] for r in compression(source.trace)] if run in found else []
         # a step that the run refused has no target, and NaN
@@ -154,13 +156,17 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
 
 
 def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[int], float]]:
-    """Return for each ratio the union of top-k selections by workers; empty if the source has not several ranks."""
+    """Return for each ratio the union of top-k selections by workers; empty if the source does not have several."""
     if not isinstance(source, TraceSource) or len(source.trace.ranks) < 2:
         return {}
     trace, kind = source.trace, _kind(source)
     common = set.intersection(*(set(trace.steps(rank)) for rank in trace.ranks))
     # a union needs positions, which sketches do not have
     if not common or not all(trace.has_gradients(rank, kind) for rank in trace.ranks):
+        return {}
+    first, *others = (trace.read(min(common), rank=rank, kind=kind) for rank in trace.ranks)
+    # captured after averaging: of workers, who select each by itself, it says nothing
+    if all(np.array_equal(first, other) for other in others):
         return {}
 
     def mean(ratio: float) -> Callable[[int], float]:

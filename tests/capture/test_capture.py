@@ -230,6 +230,39 @@ for step in range(5):
     assert open_trace(tmp_path / "a.zarr").steps() == [0, 1, 2, 3, 4]
 
 
+FORKS = """
+import sys, time
+import multiprocessing
+import torch
+from torch.utils.data import DataLoader
+from capture import Capture
+
+model, seconds = torch.nn.Linear(40, 3), []
+with Capture(sys.argv[1], model) as capture:
+    for epoch in range(2):  # the trace is opened in the first one
+        started = time.perf_counter()
+        for x in DataLoader(torch.randn(8, 40), 4, num_workers=2, multiprocessing_context="fork"):
+            model.zero_grad()
+            model(x).sum().backward()
+            capture.step()
+        seconds.append(time.perf_counter() - started)
+    child = multiprocessing.get_context("fork").Process(target=capture.close)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0, child.exitcode
+# of a worker that does not end by itself DataLoader waits five seconds
+assert seconds[1] < 4 + seconds[0], seconds
+"""
+
+
+def test_forked_processes_such_as_a_data_loaders_leave_the_capture_alone(tmp_path):
+    path = str(tmp_path / "a.zarr")
+    subprocess.run([sys.executable, "-c", FORKS, path], check=True, timeout=120)
+    trace = open_trace(path)
+    assert trace.steps() == [0, 1, 2, 3]
+    assert trace.read(3).any()
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["allreduce", "topk", "powersgd"])
 def test_ddp_hooks_are_recorded_before_and_after_error_feedback(tmp_path, kind):

@@ -12,7 +12,7 @@ from trials import DIFFERENCES, decisions
 from workers import trial as cases
 
 import gradstats
-from gradstats.errors import InputError
+from gradstats.errors import InputError, NonFiniteGradientError
 from gradstats.hooks.trial import Trial, decide
 
 
@@ -22,7 +22,8 @@ def losses_of(first, last, steps=8):
     def train(install, seed):
         end = install(torch.nn.Linear(2, 2))
         for t in range(steps):
-            yield first + (last(seed, end) - first) * t / (steps - 1) if t else first
+            batch = 1e-3 * seed if t == 1 else 0
+            yield first + (last(seed, end) - first) * t / (steps - 1) + batch if t else first
 
     return train
 
@@ -139,7 +140,7 @@ def test_the_global_random_state_is_left_alone_and_both_runs_have_the_seed_s():
         install(torch.nn.Linear(2, 2))
         for _ in range(3):
             drawn.append(torch.rand(()).item())
-            yield 1.0
+            yield 1.0 + drawn[-1]
 
     before = torch.get_rng_state()
     Trial(train, lambda model: None, steps=3).run()
@@ -147,6 +148,32 @@ def test_the_global_random_state_is_left_alone_and_both_runs_have_the_seed_s():
     runs = np.reshape(drawn, (3, 2, 3))
     assert np.array_equal(runs[:, 0], runs[:, 1])
     assert len(np.unique(runs[:, 0])) == 9
+
+
+def test_a_run_that_a_hook_refuses_as_not_finite_has_diverged():
+    """As where the gradient of a finite loss is not finite: the hook raises it in the backward pass, on all ranks."""
+
+    def train(install, seed):
+        compressed = install(torch.nn.Linear(2, 2))
+        for step in range(8):
+            yield 2.0 - 0.1 * step
+            if compressed and step == 4:
+                raise NonFiniteGradientError("step 4: NaN or infinite gradient elements: 2 on rank 0")
+
+    result = Trial(train, lambda model: True, steps=8).run()
+    assert (result.decision, len(result.pairs)) == ("refused", 1)
+    assert str(result).endswith("Its loss is nan at step 5 of seed 0; dense it was finite.")
+    with pytest.raises(NonFiniteGradientError, match="step 4"):  # dense it is no result
+        Trial(lambda install, seed: train(lambda m: install(m) or True, seed), lambda m: True, steps=8).run()
+
+
+def test_seeds_that_change_nothing_are_no_pairs():
+    def train(install, seed):
+        end = install(torch.nn.Linear(2, 2))
+        yield from (2.0, 1.0 + 0.019 * bool(end))
+
+    with pytest.raises(InputError, match="the dense losses of the seeds 5 and 6 are the same: draw"):
+        Trial(train, lambda model: True, steps=2, seed=5).run()
 
 
 def never_installed(install, seed):

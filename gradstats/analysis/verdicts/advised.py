@@ -40,6 +40,7 @@ def what_to_try(
     planned: bool,
     nonzero: float,
     enough: bool,
+    same_ranks: bool = False,
 ) -> Verdict:
     """Say which compression to try, and what that rests on.
 
@@ -59,6 +60,8 @@ def what_to_try(
         Share of the elements that are not zero, at the step that has most of them.
     enough : bool
         Whether there are elements enough to compare trainings by.
+    same_ranks : bool
+        Whether the ranks do not tell how workers differ, as they hold the same gradient.
 
     Returns
     -------
@@ -105,6 +108,11 @@ def what_to_try(
             # one model with two optimizers is not two
             f"expect yours above this range in one case of {models + 1} if it is like these, else oftener."
         )
+        if same_ranks:
+            said += (
+                " How workers differ is not among what is compared: the ranks hold the same gradient, as after "
+                "averaging."
+            )
         if planned:
             said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
         else:
