@@ -316,6 +316,18 @@ class Recorder:
             if kinds is None or kind in kinds:
                 array[place] = math.nan
 
+    def unused(self, place: slice) -> None:
+        """Write zeros for what the step did not use, though an older gradient is there.
+
+        Parameters
+        ----------
+        place : slice
+            Its place in the flat vector.
+        """
+        self._settle()
+        for array in self.arrays.values():
+            array[place] = 0.0
+
     def _settle(self) -> None:
         """Wait for the copies of the step that are on their way: what is written now is not to be overwritten."""
         wait = self.copies.mark()
@@ -589,7 +601,6 @@ def at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
     close : callable
         Returns what to call, or None.
     """
-
     process = os.getpid()
 
     def finish() -> None:

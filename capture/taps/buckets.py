@@ -14,12 +14,18 @@ from capture.recorder import Phase, Recorder, warn
 from capture.states import ObservedState, corrected_run, observe, scaler_of
 from capture.taps.accumulation import Accumulation
 from capture.taps.layout import Layout
-from capture.taps.tap import Tap
+from capture.taps.tap import SCALED, Tap
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.gradient import Pair, logical, pairs_of
-from gradstats.hooks.torch_private import GradBucket, backward_pass, comm_hooks, copy_all
+from gradstats.hooks.torch_private import (
+    GradBucket,
+    backward_pass,
+    comm_hooks,
+    copy_all,
+    nested_backward,
+)
 from gradstats.trace import Kind
 
 __all__ = ["BucketTap", "Hook"]
@@ -31,9 +37,9 @@ _CARRIED = (
     "of this rank's own, and 'corrected' is what the last exchange compressed, which contains what the others brought "
     "from all ranks; exchange once a step (ddp.no_sync() around all but the last forward and backward pass)"
 )
-_SCALED = (
-    "a GradScaler calls the optimizer's step, and neither the Capture nor the state that it wraps was given it: the "
-    "gradients in the trace are scaled. Pass scaler="
+_NESTED = (
+    "reentrant activation checkpointing cuts the backward pass into parts, and DDP's buckets come in several of them; "
+    "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 )
 _UNAPPLIED = (
     "no optimizer took the gradients of an exchange before others replaced them (a skipped step, the generator's pass "
@@ -185,10 +191,14 @@ class BucketTap(Tap):
     def _leave(self) -> None:
         """End a backward pass that did not fail."""
         if self._accumulation.leave():
+            recorder = self._recorder
+            if recorder.active and recorder.phase is Phase.OPEN and nested_backward():
+                recorder.drop()
+                recorder.stop(InputError(_NESTED))
             self._reached |= self._passing
             self._passing.clear()
-            if self._recorder.phase is Phase.OPEN:
-                self._recorder.sent()  # DDP may have skipped its last buckets
+            if recorder.phase is Phase.OPEN:
+                recorder.sent()  # DDP may have skipped its last buckets
 
     def end(
         self,
@@ -246,7 +256,7 @@ class BucketTap(Tap):
                 self._conclude()
         self._called = True
         if self._applied.scaled and self._recorder.scaler is None:
-            self._recorder.warn_once("scaled", _SCALED)
+            self._recorder.warn_once("scaled", SCALED)
         self._reached.clear()
         self._late = self._follows_update = False
         self._applied.begin()

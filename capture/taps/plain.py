@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from capture.recorder import Phase, Recorder
 from capture.taps.layout import Layout, module_of
-from capture.taps.tap import Tap, check_no_hook
+from capture.taps.tap import SCALED, Tap, check_no_hook
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
+from gradstats.hooks.applied import Applied
 from gradstats.hooks.torch_private import scaler_stages
 from gradstats.trace import Kind, Layer
 
@@ -57,6 +58,8 @@ class PlainTap(Tap):
         super().__init__(recorder, layout, kinds, state)
         self._watch = watch
         self._ddp = ddp
+        self._applied = Applied(watch.note_step)
+        self._applied.watch(layout.parameters)
 
     def end(
         self,
@@ -81,7 +84,7 @@ class PlainTap(Tap):
         updated = begun and wanted and not recorder.arrays
         if updated or self._has_gradient(source, slots, wanted):
             # before the step begins: it may refuse
-            self._check_scaler()
+            self._check_scaler(not updated)
             try:
                 if not begun:
                     self._begin(wanted)
@@ -122,7 +125,9 @@ class PlainTap(Tap):
 
     def _take_replaced(self) -> None:
         """Go on with the parameters that have taken the place of others: a new head, a layer made anew."""
-        self._watch.add(self._layout.adopt())
+        adopted = list(self._layout.adopt())
+        self._watch.add(adopted)
+        self._applied.watch(adopted)
 
     def _has_gradient(
         self, source: torch.nn.Module, slots: Mapping[int, slice], wanted: bool
@@ -138,14 +143,19 @@ class PlainTap(Tap):
             return any(p.grad is not None for p in parameters)
         return self._watch.has_gradient(parameters)
 
-    def _check_scaler(self) -> None:
-        """Refuse gradients that the scaler has unscaled."""
-        # what is unscaled already would be divided by the scale once more
-        if any(stage != "READY" for stage in scaler_stages(self._recorder.scaler)):
+    def _check_scaler(self, gradients: bool) -> None:
+        """Refuse gradients that the scaler has unscaled, and warn of scaled ones where there is no scaler to say so."""
+        given, applied, stepped = self._recorder.scaler, self._applied, self._watch.stepped
+        # what is unscaled already would be divided by the scale once more; scaler.update() forgets that it was
+        late = gradients and stepped and applied.scaled
+        if given is not None and (late or not _ready(given)):
             raise InputError(
                 "the scaler has unscaled the gradients: call capture.step() before scaler.unscale_() and "
                 "scaler.step(), or give the Capture no scaler"
             )
+        scaler = applied.scaler if given is None else None
+        if scaler is not None and gradients and not stepped and _ready(scaler):
+            self._recorder.warn_once("scaled", SCALED)
 
     def _copy(self, source: torch.nn.Module, slots: Mapping[int, slice]) -> None:
         """Copy the gradients of a step that is recorded, and mark those that are gone."""
@@ -164,14 +174,30 @@ class PlainTap(Tap):
                 taken.append(name)
                 self._recorder.absent(slot)
                 continue
+            if parameter.grad is not None and own and self._unused(parameter):
+                self._recorder.unused(slot)
+                continue
             # also without a gradient: put() then writes zeros
             for kind in kinds:
                 self._recorder.put(kind, slot, parameter)
         self._absent(taken, TAKEN)
         self._mark_gone([layer for layer in self._layout.layers if layer.name not in seen])
 
+    def _unused(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter's gradient is of an earlier step, as where it was frozen since."""
+        # where no backward pass was seen at all, gradients may be set by hand
+        if not self._watch.fired or self._watch.reached(parameter):
+            return False
+        # clipping of the whole model writes to the old gradients of frozen parameters, too
+        return not parameter.requires_grad or self._watch.old(parameter)
+
     def _mark_gone(self, layers: Sequence[Layer]) -> None:
         """Mark layers whose parameters the model has no more."""
         for layer in layers:
             self._recorder.absent(layer.slice)
         self._absent([layer.name for layer in layers], _GONE)
+
+
+def _ready(scaler: Any) -> bool:
+    """Tell whether a loss scaler has not unscaled the gradients of the step, as far as it knows."""
+    return all(stage == "READY" for stage in scaler_stages(scaler))

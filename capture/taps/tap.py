@@ -17,7 +17,12 @@ from gradstats.errors import InputError, several
 from gradstats.hooks.torch_private import comm_hooks
 from gradstats.trace import Kind
 
-__all__ = ["Tap", "check_no_hook"]
+__all__ = ["SCALED", "Tap", "check_no_hook"]
+
+SCALED = (
+    "a GradScaler calls the optimizer's step, and neither the Capture nor a state that it wraps was given it: the "
+    "gradients in the trace are scaled. Pass scaler="
+)
 
 
 def check_no_hook(ddp: weakref.ref[DistributedDataParallel] | None) -> None:

@@ -33,7 +33,13 @@ class Seeing(Protocol):
 
 
 class BackwardWatch:
-    """Notice backward passes by hooks on parameters, which it does not keep alive."""
+    """Notice backward passes by hooks on parameters, which it does not keep alive.
+
+    Attributes
+    ----------
+    stepped : bool
+        Whether :meth:`note_step` has come after a backward pass since the last :meth:`restart`.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[int, int] = {}
@@ -41,6 +47,11 @@ class BackwardWatch:
         self._handles: list[Any] = []
         self._shown: list[Any] = []
         self._nodes: list[Any] = []
+        self.stepped = False
+
+    def note_step(self) -> None:
+        """Take note that an optimizer's step begins."""
+        self.stepped |= self.fired
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         """Put hooks on parameters.
@@ -118,6 +129,7 @@ class BackwardWatch:
         """
         # in place, for the hooks hold this dict
         self._versions.clear()
+        self.stepped = False
         # weakly, so that gradients that are set to None are freed
         self._known = {
             id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None

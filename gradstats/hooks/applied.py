@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from gradstats.hooks.optimizers import parameters_of
-from gradstats.hooks.torch_private import called_by_scaler
+from gradstats.hooks.torch_private import calling_scaler
 
 __all__ = ["Applied"]
 
@@ -34,12 +34,19 @@ class Applied:
         The optimizers of these parameters that have stepped.
     scaled : bool or None
         Whether a loss scaler called the first of their steps; None before it.
+
+    Parameters
+    ----------
+    on_step : callable, optional
+        Called before each of their steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_step: Callable[[], None] | None = None) -> None:
+        self._on_step = on_step
         self.known = False
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.scaled: bool | None = None
+        self._scaler: weakref.ref[Any] | None = None
         self._parameters: set[int] = set()
         # those that any optimizer ever stepped, and that one has stepped since the last exchange
         self._held: set[int] = set()
@@ -92,6 +99,11 @@ class Applied:
         self._overflows.clear()
 
     @property
+    def scaler(self) -> Any:
+        """The loss scaler that called the first of their steps, if one did and it is still there."""
+        return None if self._scaler is None else self._scaler()
+
+    @property
     def stepped(self) -> bool:
         """Whether an optimizer has applied the last update; asks the device where a fused one may have skipped it."""
         if self._overflows:
@@ -122,6 +134,8 @@ class Applied:
             Identities of the parameters of any optimizer.
         """
         self._within = not self._parameters.isdisjoint(parameters)
+        if self._within and self._on_step is not None:
+            self._on_step()
 
     def after(self, optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
         """See an optimizer end a step.
@@ -138,7 +152,9 @@ class Applied:
         if not mine:
             return
         if self.scaled is None:
-            self.scaled = called_by_scaler()
+            scaler = calling_scaler()
+            self.scaled = scaler is not None
+            self._scaler = None if scaler is None else weakref.ref(scaler)
         self.known = True
         self._held |= mine
         self._taken |= mine

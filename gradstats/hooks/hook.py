@@ -27,6 +27,7 @@ from gradstats.hooks.torch_private import (
     backward_pass,
     before_finalizing,
     fail_when_asked,
+    nested_backward,
     values_of_sparse,
 )
 
@@ -80,7 +81,7 @@ def compression_hook(
         if step is None or bucket.index() <= step.bucket or step.bucket < 0:
             step = state.begin(buffer.device)
             # where DDP passes over the last bucket, no bucket says that it is the last
-            before_finalizing(lambda: _exchange(state, step, skipped=True))
+            before_finalizing(lambda: _end(state, step))
         step.skipped |= bucket.index() != step.bucket + 1
         step.bucket = bucket.index()
         if buffer.is_sparse:  # of nn.Embedding(sparse=True): averaged exactly, without compression
@@ -94,6 +95,16 @@ def compression_hook(
             # again: the exchange has made an update, and no optimizer of this rank will take it
             state.join()
     return future
+
+
+def _end(state: CompressionState, step: Step) -> None:
+    """Complete a step whose last bucket DDP has passed over."""
+    if not step.ended and step.held and nested_backward():
+        raise InputError(
+            "the backward pass is cut into parts by reentrant activation checkpointing, and DDP's buckets come in "
+            "several of them: pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        )
+    _exchange(state, step, skipped=True)
 
 
 def _exchange(state: CompressionState, step: Step, skipped: bool) -> None:

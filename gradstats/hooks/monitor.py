@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gradstats.errors import InputError, unknown
+from gradstats.errors import InputError, several, unknown, warn
 from gradstats.hooks.facts import Facts
 from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.layout import check_patterns, matching
@@ -29,7 +30,7 @@ from gradstats.hooks.optimizers import (
 )
 from gradstats.hooks.spikes import FEWEST, LIMIT, WINDOW, Spikes, Trigger
 from gradstats.hooks.step import Scaler
-from gradstats.hooks.torch_private import scaler_stages, unwrap
+from gradstats.hooks.torch_private import innermost_optimizer, scaler_stages, unwrap
 from gradstats.hooks.units import shard_groups
 from gradstats.hooks.updates import UPDATE_NAMES, StepUpdates
 from gradstats.primitives import Moments, moments
@@ -244,6 +245,11 @@ class Monitor(Facts):
             for name, parameter in inner.named_parameters()
             if parameter.requires_grad and watched(name)
         ]
+        self._frozen = [
+            (name, parameter)
+            for name, parameter in inner.named_parameters()
+            if not parameter.requires_grad and watched(name)
+        ]
         if not self._layers:
             raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
         self._taken = TakenGradients(self._layers)
@@ -259,9 +265,27 @@ class Monitor(Facts):
         self._handles: list[Any] = []
         self._updates = StepUpdates(self._layers)
         if optimizer is not None:
+            self._warn_of_another(innermost_optimizer(optimizer))
             self._handles.append(before_steps(optimizer, partial(self._before, bool(updates))))
             self._handles.append(after_steps(optimizer, self._after))
             self._handles.append(GoneOptimizer(optimizer, self._layers, self))
+
+    def _warn_of_another(self, optimizer: object) -> None:
+        """Warn of a monitor that logs the same names already, as of a cell that is run again."""
+        other = _followed.get(optimizer)
+        before = None if other is None else other()
+        if before is not None and before._handles and before._prefix == self._prefix:
+            warn("the optimizer has a monitor already, which goes on logging: close() that one")
+        _followed[optimizer] = weakref.ref(self)
+
+    def _warn_of_unfrozen(self) -> None:
+        """Warn, once, of parameters that are trained and not watched."""
+        trained = [name for name, p in self._frozen if p.requires_grad]
+        if trained:
+            self._frozen = []
+            warn(
+                f"a monitor does not watch {several(trained)}, frozen when it was made and trained now: make another"
+            )
 
     def _facts(self) -> dict[str, str]:
         shown = ("step", "norm", "xi", "zeros", "quality", "spike")
@@ -377,6 +401,7 @@ class Monitor(Facts):
         if not described:
             self._taken.forget()
             return {}
+        self._warn_of_unfrozen()
         names, sketches, whole = self._sketched()
         self._taken.warn(bool(names))
         values = {"step": float(number)}
@@ -413,6 +438,8 @@ class Monitor(Facts):
         shards: dict[Any, list[tuple[str, Sketch | None]]] = {}
         for name, parameter in self._layers:
             groups, local = _local(parameter)
+            if not parameter.requires_grad:
+                local = None  # frozen since: a gradient that is there is an old one
             # without a gradient here a shard still takes part: the all-reduces below are for all ranks
             one = None if local is None else sketch(local, _BITS)
             if groups:
@@ -450,6 +477,8 @@ class Monitor(Facts):
         return found
 
 
+_followed: weakref.WeakKeyDictionary[Any, weakref.ref[Monitor]] = weakref.WeakKeyDictionary()
+"""The last monitor of each optimizer."""
 _NAMES = (
     *("norm", "mean", "max", "xi", "p", "zeros", "underflow", "nonfinite"),
     *("quality", "residual_norm", "spike", "collapse", "growth"),

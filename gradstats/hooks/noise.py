@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradstats.errors import InputError, warn
 from gradstats.hooks.gradient import dense, real_view
-from gradstats.hooks.torch_private import backward_pass
+from gradstats.hooks.torch_private import backward_pass, nested_backward
 from gradstats.hooks.units import local_part
 from gradstats.primitives.sketch import Sketch, merge, sketch
 from gradstats.statistics.noise import noise_and_signal
@@ -129,7 +129,8 @@ class MicroBatches:
         step = self._step
         if not step.described:
             return {}
-        count = len(step.passes)
+        # reentrant checkpointing cuts a pass into several, each of which reaches other parameters
+        count = max(step.seen.values()) if step.nested else len(step.passes)
         if step.stale:
             self._warn(
                 "gradients are not zeroed between optimizer steps: the noise of micro-batches cannot be told from them"
@@ -183,7 +184,10 @@ class MicroBatches:
         step = self._step
         if not step.described:
             return
-        step.passes.add(backward_pass())
+        number = backward_pass()
+        if number not in step.passes:
+            step.passes.add(number)
+            step.nested |= nested_backward()
         before = parameter.grad
         seen = step.seen.get(id(parameter), 0)
         step.seen[id(parameter)] = seen + 1
@@ -219,6 +223,7 @@ class _Step:
         self.seen: dict[int, int] = {}  # micro-batches of each parameter
         self.products: torch.Tensor | None = None  # Σ‖g‖², and Σ of g · (those before it)
         self.sketches: list[Sketch] = []  # of differences of two micro-batches
+        self.nested = False  # whether some passes were parts of another
         self.lost = False  # whether .grad was None before a later one
         self.stale = False  # whether .grad had something before the first
 

@@ -32,7 +32,7 @@ __all__ = [
     "backward_pass",
     "before_finalizing",
     "before_thread_pools_end",
-    "called_by_scaler",
+    "calling_scaler",
     "comm_hooks",
     "copy_all",
     "divide_factors",
@@ -41,6 +41,7 @@ __all__ = [
     "has_step_hooks",
     "innermost_optimizer",
     "is_part",
+    "nested_backward",
     "original_size",
     "other_micro_steps",
     "parameter_groups",
@@ -146,15 +147,15 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], A
 _SCALER = os.path.join("amp", "grad_scaler.py")
 
 
-def called_by_scaler() -> bool:
-    """Tell whether a loss scaler of PyTorch's, switched on, calls what calls this, such as an optimizer's step."""
+def calling_scaler() -> Any:
+    """Return the loss scaler of PyTorch's, switched on, that calls what calls this, such as an optimizer's step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_SCALER):
             scaler = frame.f_locals.get("self")
-            return bool(getattr(scaler, "is_enabled", lambda: False)())
+            return scaler if getattr(scaler, "is_enabled", lambda: False)() else None
         frame = frame.f_back
-    return False
+    return None
 
 
 def has_step_hooks(optimizer: object) -> bool:
@@ -197,6 +198,20 @@ def backward_pass() -> int:
     In DDP's Join a hook is called without one.
     """
     return torch._C._current_graph_task_id()
+
+
+def nested_backward() -> bool:
+    """Tell whether the backward pass under way is one within another, as reentrant activation checkpointing makes.
+
+    Each such part of the model has a number of its own in :func:`backward_pass`, and an end of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # what calls backward() of an autograd.Function
+        if frame.f_code.co_qualname == "BackwardCFunction.apply":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def after_backward(call: Callable[[], None]) -> bool:

@@ -178,6 +178,7 @@ class TraceWriter:
         self._packed = False  # whether close() has put chunks into packs
         if resume:
             self._continue(about)
+        self._identity = _identity(self._group)
         self._columns = {
             n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
         }
@@ -300,6 +301,7 @@ class TraceWriter:
             raise InputError("open the TraceWriter with compression=True to store compression")
         row = self._rows
         try:
+            self._check_own()
             self._open_again()
             if row == self._capacity:
                 # a group that was closed without steps has no rows to double
@@ -357,6 +359,7 @@ class TraceWriter:
         if row < 0 or self._steps[row] != step or self._void[row]:
             raise InputError(f"{self._group} has no step {step} to remove")
         try:
+            self._check_own()
             self._open_again()
             self._columns["step"].clear(row)  # from here on it is no step
             self._void[row] = True
@@ -419,6 +422,13 @@ class TraceWriter:
         self._put(f"{kind}_moments", row, moments)
         return int(moments[:, 1].sum()), int(moments[:, 2].sum())
 
+    def _check_own(self) -> None:
+        """Refuse to write into what another writer has put in the place of this one's group."""
+        if _identity(self._group) != self._identity:
+            raise TraceError(
+                f"{self._group} was replaced while it was being written: another Capture has the same path"
+            )
+
     def _open_again(self) -> None:
         """Take the chunks out of the packs that :meth:`close` has made."""
         if self._packed:
@@ -449,6 +459,7 @@ class TraceWriter:
             If the disk refuses.
         """
         try:
+            self._check_own()
             # readers by xarray then see as many rows as there were steps
             if self._rows < self._capacity:
                 self._resize(self._rows)
@@ -457,6 +468,13 @@ class TraceWriter:
                 pack(self._group / name, spec, self._capacity)
         except OSError as error:
             raise TraceError(f"cannot finish {self.path}: {error}") from error
+
+
+def _identity(group: Path) -> tuple[int, ...]:
+    """Return what tells a rank's group from another one in its place."""
+    # written once; a directory's own number may be used again for the next one
+    about = os.stat(group / "zarr.json")
+    return about.st_dev, about.st_ino, about.st_mtime_ns
 
 
 def _check_shards(

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from support.every import every
 from support.terminal import records, run
 from support.traces import LAYERS, write
 
@@ -14,7 +15,7 @@ from gradstats.analysis import advise
 from gradstats.analysis.advise import compared_kind
 from gradstats.analysis.verdicts import what_to_try
 from gradstats.errors import InputError
-from gradstats.trace import TraceWriter, create_trace
+from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import open_source
 
 ALIKE = {"energy_0.01": 0.5, "energy_0.001": 0.2, "zeros": 0.0, "cosine": 0.3}
@@ -330,6 +331,74 @@ def test_traces_know_their_ranks_and_optimizer(tmp_path, measured):
         gradstats.advise(path, without=["nope"])
     with pytest.raises(InputError, match="tolerance"):
         gradstats.advise(path, tolerance=-1)
+
+
+def test_ranks_that_were_captured_after_averaging_do_not_tell_how_workers_differ(
+    tmp_path, measured
+):
+    create_trace(tmp_path / "t.zarr", [Layer("w", 0, (5000,))], world_size=2)
+    for rank in range(2):
+        writer = TraceWriter(tmp_path / "t.zarr", rank, kinds=("gradient",))
+        writer.append(0, {"gradient": np.random.default_rng(0).laplace(size=5000).astype("f4")})
+        writer.close()
+    measured(near(6))
+    source = open_source(tmp_path / "t.zarr")
+    kind, found = advise.properties_of(source)
+    assert math.isnan(found["cosine"])
+    left = {name: value for name, value in found.items() if name != "cosine"}
+    candidates = [training("one"), training("two", energy=0.9)]
+    assert advise.distances(kind, found, candidates) == advise.distances(kind, left, candidates)
+    sentence = "the ranks hold the same gradient, as after averaging."
+    assert sentence in gradstats.advise(source, optimizer="SGD").verdict.numbers
+    (tmp_path / "other").mkdir()
+    different = gradstats.advise(two_ranks(tmp_path / "other"), optimizer="SGD")
+    assert sentence not in different.verdict.numbers
+
+
+def test_only_the_steps_asked_for_have_to_be_finite(tmp_path, measured):
+    measured(near(6))
+    create_trace(tmp_path / "t.zarr", [Layer("w", 0, (5000,))])
+    writer = TraceWriter(tmp_path / "t.zarr", 0)
+    for step in range(3):
+        values = np.random.default_rng(step).laplace(size=5000).astype("f4")
+        values[:5] *= 1 if step else np.inf  # a step that a loss scaler skips
+        writer.append(step, {"gradient": values})
+    writer.close()
+    with pytest.raises(
+        InputError, match=r"5 NaN or infinite elements at step 0.*look at other steps"
+    ):
+        gradstats.advise(tmp_path / "t.zarr")
+    assert gradstats.advise(tmp_path / "t.zarr", steps=[1, 2], optimizer="SGD").rule == "topk"
+    done = run("advise", tmp_path / "t.zarr", "--step", 1, "--step", 2, "--optimizer", "SGD")
+    assert done.stdout.startswith("Try topk at ratio 0.1")
+
+
+@every(
+    ("metadata", "optimizer"),
+    [
+        ({"optimizer": {"name": ["muon", "adamw"]}}, None),
+        ({"optimizer": "AdamW"}, "AdamW"),
+        ({"optimizer": {"name": "Muon"}}, "Muon"),
+        ({"optimizer": 3, "versions": "cuda 12.4"}, None),
+        ({"compressor": "topk", "ratio": [0.01, 0.001], "versions": ["1", 2]}, None),
+        ({"compressor": ["topk"], "ratio": "0.01", "steps": {}, "batch_size": "32"}, None),
+    ],
+)
+def test_metadata_of_any_type_are_no_error(tmp_path, metadata, optimizer):
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.zarr"
+    create_trace(path, LAYERS, metadata=metadata)
+    write(path, [0])
+    assert advise.optimizer_of(open_source(path)) == optimizer
+    for command in (
+        ("info", path),
+        ("advise", path),
+        ("plan", path, "--link", "1gbit", "--compute", 0.1, "--workers", 2),
+    ):
+        done = run(*command)
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 0, done.stderr
+    if optimizer:
+        assert optimizer in run("info", path).stdout
 
 
 def test_odd_gradients_have_a_defined_answer():

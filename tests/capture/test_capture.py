@@ -441,20 +441,22 @@ def test_a_bucket_is_copied_in_one_go_where_that_is_the_same(
     assert not np.array_equal(expected.read(3), expected.read(3, 0, "corrected"))
 
 
-def test_a_scaler_that_the_capture_was_not_given_is_said_once(tmp_path, one_rank):
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_scaler_that_the_capture_was_not_given_is_said_once(tmp_path, one_rank, plain):
     """Gradients are then recorded with the scale; with the scaler given they are not, and nothing is said."""
     largest = {}
     for known in (False, True):
         torch.manual_seed(0)
         net = nn.Linear(8, 8)
-        ddp = nn.parallel.DistributedDataParallel(net)
+        ddp = net if plain else nn.parallel.DistributedDataParallel(net)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         path = tmp_path / f"{known}.zarr"
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             with Capture(path, ddp, scaler=scaler if known else None) as capture:
-                ddp.register_comm_hook(*capture.wrap(None, allreduce_hook))
+                if not plain:
+                    ddp.register_comm_hook(*capture.wrap(None, allreduce_hook))
                 for _ in range(3):
                     optimizer.zero_grad()
                     scaler.scale(ddp(torch.ones(1, 8)).sum()).backward()
@@ -469,6 +471,61 @@ def test_a_scaler_that_the_capture_was_not_given_is_said_once(tmp_path, one_rank
         assert len(said) == (not known)
         largest[known] = abs(open_trace(path).read(0, 0)).max()
     assert largest[False] == 1024 * largest[True]
+
+
+def test_with_a_scaler_a_step_ends_before_the_scaler_s(tmp_path):
+    """Where gradients are unscaled already: refused if they would be unscaled again, and else recorded as they are."""
+    net = nn.Linear(8, 8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def train(capture, order):
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(net(torch.ones(1, 8)).sum()).backward()
+            for call in order:
+                call() if call == capture.step or call == scaler.update else call(optimizer)
+
+    for name, order in {
+        "late": (scaler.step, scaler.update, "step"),
+        "unscaled": (scaler.unscale_, "step", scaler.step, scaler.update),
+    }.items():
+        for known in (scaler, None):
+            with Capture(tmp_path / f"{name}{known is None}.zarr", net, scaler=known) as capture:
+                calls = [capture.step if call == "step" else call for call in order]
+                if known is None:  # and nothing is warned of
+                    train(capture, calls)
+                    continue
+                with pytest.raises(
+                    InputError, match=r"call capture.step\(\) before scaler.unscale_"
+                ):
+                    train(capture, calls)
+            # what it has begun with the optimizer is over, or the next one could not begin
+            scaler.update() if name == "unscaled" else None
+        assert abs(open_trace(tmp_path / f"{name}True.zarr").read(1)).max() == 1
+
+
+def test_gradients_of_earlier_steps_are_zeros(tmp_path):
+    """Of parameters that were frozen since, or that another optimizer has in turn."""
+    body, head, other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+    net = nn.ModuleList([body, head, other])
+    with Capture(tmp_path / "a.zarr", net) as capture:
+        for step in range(4):
+            turn = head if step % 2 else other
+            for p in turn.parameters():
+                p.grad = None
+            if body.weight.requires_grad:
+                body.zero_grad()
+            turn(body(torch.full((1, 4), step + 1.0))).sum().backward()
+            nn.utils.clip_grad_norm_(body.parameters(), 1e-3)
+            capture.step()
+            if step == 1:
+                body.requires_grad_(False)  # with the gradient that it has
+    trace = open_trace(tmp_path / "a.zarr")
+    for step in range(4):
+        assert trace.read(step, layer="0.weight").any() == (step < 2)
+        assert trace.read(step, layer="1.weight").any() == (step % 2 == 1)
+        assert trace.read(step, layer="2.weight").any() == (step % 2 == 0)
 
 
 def test_a_capture_that_stops_gives_its_memory_back(tmp_path, one_rank, monkeypatch):

@@ -567,3 +567,29 @@ def test_the_update_of_a_closure_is_that_of_the_whole_step():
     optimizer.step(closure)
     want = np.linalg.norm(before.astype(float) - weights(net))
     assert monitor.values["gradient/update_norm"] == pytest.approx(want, rel=1e-5)
+
+
+def test_what_is_frozen_later_is_left_out_and_what_is_not_any_more_is_said():
+    net = model()
+    net[0].requires_grad_(False)
+    monitor = Monitor(net)
+    net(inputs(0, 0)).square().mean().backward()
+    net[2].requires_grad_(False)  # with the gradients that it has
+    alone = np.concatenate([p.grad.numpy().ravel() for p in net[4].parameters()])
+    assert monitor.step()["gradient/norm"] == pytest.approx(np.linalg.norm(alone), rel=1e-6)
+    net[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"does not watch 0\.weight, 0\.bias, frozen when it was"):
+        monitor.step()
+    monitor.step()  # once
+
+
+def test_a_second_monitor_of_an_optimizer_is_said():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    first = Monitor(net, optimizer=optimizer)
+    Monitor(net, optimizer=optimizer, prefix="other/")
+    first.close()
+    second = Monitor(net, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="has a monitor already, which goes on logging"):
+        Monitor(net, optimizer=optimizer)
+    assert second._handles

@@ -10,6 +10,7 @@ import torch
 from micro_batches import ask_noise, population, truth
 from support.every import every
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from workers import monitor as cases
 from workers.hook import model
 from workers.trainings import inputs
@@ -189,3 +190,21 @@ def test_what_cannot_be_compared_is_said_once():
     for wrong in (0, -1, 2.5, "yes"):
         with pytest.raises(InputError, match="noise"):
             Monitor(model(), noise=wrong)
+
+
+def test_reentrant_checkpointing_changes_no_number():
+    found = []
+    for reentrant in (True, False):
+        net, monitored = model(), {}
+        monitor = Monitor(net, noise=True)
+        for step in range(2):
+            net.zero_grad()
+            for i in range(3):
+                y = inputs(0, 3 * step + i)
+                for layer in net:  # a part of the backward pass each
+                    y = checkpoint(layer, y.requires_grad_(), use_reentrant=reentrant)
+                y.square().mean().backward()
+            monitored = monitor.step()
+        found.append(monitored)
+    assert found[0] == pytest.approx(found[1])
+    assert "gradient/noise_scale" in found[0]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 from ranks import run_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workers import options
+
+from gradstats import open_trace
 
 pytestmark = pytest.mark.distributed
 
@@ -61,3 +64,22 @@ def test_options_of_fully_shard():
         assert "has the replicas' dimension in its mesh" in both
         assert "has the replicas' dimension in its mesh" in dims
         assert ignored == ""  # FSDP2 does not average it, and neither does the hook
+
+
+def test_reentrant_checkpointing_is_refused_where_it_cuts_the_buckets_apart(tmp_path):
+    found = run_ranks(2, options.checkpointed, str(tmp_path))
+    for rank, cases in enumerate(found):
+        whole = cases[False, 25, "compressed"][1]
+        for (reentrant, size, _), (said, rest, *steps) in cases.items():
+            cut = reentrant and size != 25
+            if steps:
+                assert ("pass use_reentrant=False to torch.utils.checkpoint" in said) == cut
+                assert steps == [1 if cut else 2]
+                assert cut or all(map(np.allclose, rest, whole))
+                continue
+            assert len(said) == cut  # once
+            trace = open_trace(rest)
+            # in the first step there is one bucket
+            assert trace.steps(rank) == ([0] if cut else [0, 1, 2, 3, 4])
+            same = [trace.read(step, rank=rank) for step in trace.steps(rank)]
+            assert all(np.array_equal(each, same[0]) for each in same)

@@ -158,13 +158,17 @@ def test_a_run_that_a_hook_refuses_as_not_finite_has_diverged():
         for step in range(8):
             yield 2.0 - 0.1 * step
             if compressed and step == 4:
-                raise NonFiniteGradientError("step 4: NaN or infinite gradient elements: 2 on rank 0")
+                raise NonFiniteGradientError(
+                    "step 4: NaN or infinite gradient elements: 2 on rank 0"
+                )
 
     result = Trial(train, lambda model: True, steps=8).run()
     assert (result.decision, len(result.pairs)) == ("refused", 1)
     assert str(result).endswith("Its loss is nan at step 5 of seed 0; dense it was finite.")
     with pytest.raises(NonFiniteGradientError, match="step 4"):  # dense it is no result
-        Trial(lambda install, seed: train(lambda m: install(m) or True, seed), lambda m: True, steps=8).run()
+        Trial(
+            lambda install, seed: train(lambda m: install(m) or True, seed), lambda m: True, steps=8
+        ).run()
 
 
 def test_seeds_that_change_nothing_are_no_pairs():
@@ -172,7 +176,9 @@ def test_seeds_that_change_nothing_are_no_pairs():
         end = install(torch.nn.Linear(2, 2))
         yield from (2.0, 1.0 + 0.019 * bool(end))
 
-    with pytest.raises(InputError, match="the dense losses of the seeds 5 and 6 are the same: draw"):
+    with pytest.raises(
+        InputError, match="the dense losses of the seeds 5 and 6 are the same: draw"
+    ):
         Trial(train, lambda model: True, steps=2, seed=5).run()
 
 

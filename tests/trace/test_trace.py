@@ -311,6 +311,27 @@ def test_a_row_that_failed_is_left_and_never_shows_through(path, monkeypatch):
     assert trace.scalars()["loss"].tolist() == [0, pytest.approx(np.nan, nan_ok=True)]
 
 
+@pytest.mark.parametrize("store", ["gradients", "sketches"])
+def test_a_writer_leaves_what_has_taken_the_place_of_its_trace_alone(path, store):
+    old = write(
+        path, range(300), kinds=["gradient"], store=store, close=False
+    )  # laid out anew on the way
+    create_trace(path, LAYERS, overwrite=True)
+    new = write(path, [5], kinds=["gradient"], store=store, close=False)
+    for call in (
+        old.close,
+        lambda: old.append(300, {"gradient": gradient(0)}),
+        lambda: old.remove(7),
+    ):
+        with pytest.raises(
+            TraceError, match="was replaced while it was being written: another Capture"
+        ):
+            call()
+    new.append(6, {"gradient": gradient(6)})
+    new.close()
+    assert open_trace(path).steps() == [5, 6]
+
+
 def test_damaged_metadata_is_one_line(path):
     write(path, [0])
     (path / "rank00000" / "step" / "zarr.json").write_text("{}")

@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,9 +19,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard, distribute_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 from workers import sharded
 from workers.trainings import refusal, same_on_all_ranks
 
+from capture import Capture
 from gradstats.compressors import Layerwise, TopK
 from gradstats.hooks import CompressionState, ErrorFeedback, compression_hook, shard_hook
 
@@ -188,3 +191,52 @@ def fsdp_options(rank, world):
         shard_hook(model, mesh["replicate"], lambda: TopK(0.2))
 
     return found, refusal(both), refusal(dims), refusal(ignored)
+
+
+class Checkpointed(nn.Module):
+    """Blocks whose activations are computed again in the backward pass, each in a pass of its own if reentrant."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def checkpointed(rank, world, folder):
+    """Return what is said of checkpointing, and the means or the steps captured, by way, hook and size of buckets."""
+    found = {}
+    for reentrant in (True, False):
+        for size in (25, 3e-4):
+            ddp = DDP(Checkpointed(reentrant), bucket_cap_mb=size)
+            state = CompressionState(TopK(1.0), named_parameters=ddp.module.named_parameters())
+            ddp.register_comm_hook(state, compression_hook)
+
+            # DDP makes small buckets after the first step
+            said = refusal(lambda ddp=ddp: [train_once(ddp, rank) for _ in range(2)])
+            gradients = [p.grad.numpy() for p in ddp.parameters() if p.grad is not None]
+            found[reentrant, size, "compressed"] = said, gradients, state.step
+            ddp = DDP(Checkpointed(reentrant), bucket_cap_mb=size)
+            path = f"{folder}/{reentrant}{size}.zarr"
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                with Capture(path, ddp) as capture:
+                    ddp.register_comm_hook(*capture.wrap(None, allreduce_hook))
+                    for _ in range(5):
+                        train_once(ddp, rank)
+                        capture.step()
+            stops = [str(w.message) for w in warned if "capture stopped" in str(w.message)]
+            found[reentrant, size, "captured"] = stops, path
+    return found
+
+
+def train_once(ddp, rank):
+    ddp.zero_grad()
+    ddp(torch.ones(3, 8) + rank).sum().backward()
