@@ -26,6 +26,11 @@ _hooked: list[Any] = []
 class Applied:
     """Sees the steps of all optimizers of the process, and knows which are of its parameters.
 
+    Parameters
+    ----------
+    on_step : callable, optional
+        Called before each of their steps.
+
     Attributes
     ----------
     known : bool
@@ -34,11 +39,6 @@ class Applied:
         The optimizers of these parameters that have stepped.
     scaled : bool or None
         Whether a loss scaler called the first of their steps; None before it.
-
-    Parameters
-    ----------
-    on_step : callable, optional
-        Called before each of their steps.
     """
 
     def __init__(self, on_step: Callable[[], None] | None = None) -> None:

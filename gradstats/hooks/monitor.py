@@ -17,12 +17,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gradstats.errors import InputError, several, unknown, warn
+from gradstats.hooks.applied import Applied
 from gradstats.hooks.facts import Facts
 from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.layout import check_patterns, matching
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
 from gradstats.hooks.optimizers import (
     GoneOptimizer,
+    SteppedGradient,
     TakenGradients,
     after_closure,
     after_steps,
@@ -264,19 +266,23 @@ class Monitor(Facts):
         self.blame: str | None = None
         self._handles: list[Any] = []
         self._updates = StepUpdates(self._layers)
+        self._used: SteppedGradient | None = None
+        if scaler is not None and optimizer is None:
+            self._used = SteppedGradient([p for _, p in self._layers])
+            self._applied = Applied(self._used.note)
+            self._applied.watch(p for _, p in self._layers)
         if optimizer is not None:
-            self._warn_of_another(innermost_optimizer(optimizer))
             self._handles.append(before_steps(optimizer, partial(self._before, bool(updates))))
+            self._warn_of_another(innermost_optimizer(optimizer))
             self._handles.append(after_steps(optimizer, self._after))
             self._handles.append(GoneOptimizer(optimizer, self._layers, self))
 
     def _warn_of_another(self, optimizer: object) -> None:
         """Warn of a monitor that logs the same names already, as of a cell that is run again."""
-        other = _followed.get(optimizer)
-        before = None if other is None else other()
-        if before is not None and before._handles and before._prefix == self._prefix:
+        others = _followed.setdefault(optimizer, weakref.WeakSet())
+        if any(each._handles and each._prefix == self._prefix for each in others):
             warn("the optimizer has a monitor already, which goes on logging: close() that one")
-        _followed[optimizer] = weakref.ref(self)
+        others.add(self)
 
     def _warn_of_unfrozen(self) -> None:
         """Warn, once, of parameters that are trained and not watched."""
@@ -316,7 +322,18 @@ class Monitor(Facts):
         -------
         dict of str to float
             :attr:`values` if the step was described, else an empty dict.
+
+        Raises
+        ------
+        InputError
+            If the loss scaler has taken its step, and its scale off the gradients, already.
         """
+        # after scaler.update() its stages say nothing of that any more
+        stepped = self._used is not None and self._used.stands() and self._applied.scaled
+        if stepped and all(stage == "READY" for stage in scaler_stages(self._scaler)):
+            raise InputError(
+                "the scaler has unscaled the gradients: call monitor.step() before scaler.step()"
+            )
         return self._take(lambda: (self._loss_scale(), self._present_scale()))
 
     def close(self) -> None:
@@ -477,8 +494,8 @@ class Monitor(Facts):
         return found
 
 
-_followed: weakref.WeakKeyDictionary[Any, weakref.ref[Monitor]] = weakref.WeakKeyDictionary()
-"""The last monitor of each optimizer."""
+_followed: weakref.WeakKeyDictionary[object, weakref.WeakSet[Monitor]] = weakref.WeakKeyDictionary()
+"""Monitors of each optimizer."""
 _NAMES = (
     *("norm", "mean", "max", "xi", "p", "zeros", "underflow", "nonfinite"),
     *("quality", "residual_norm", "spike", "collapse", "growth"),

@@ -10,10 +10,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from gradstats.errors import InputError, several, warn
-from gradstats.hooks.torch_private import innermost_optimizer
+from gradstats.hooks.torch_private import innermost_optimizer, version
 
 __all__ = [
     "GoneOptimizer",
+    "SteppedGradient",
     "TakenGradients",
     "after_closure",
     "after_steps",
@@ -189,6 +190,33 @@ class TakenGradients:
         if not self._warned:
             self._warned = True
             warn(message)
+
+
+class SteppedGradient:
+    """Notes the gradient that an optimizer's step begins with: until the next backward pass it stays as it is.
+
+    Parameters
+    ----------
+    parameters : sequence of torch.Tensor
+        Parameters of the optimizer, or some of them.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._noted: tuple[torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
+
+    def note(self) -> None:
+        """Note one gradient: all are accumulated, zeroed or dropped together."""
+        found = ((p, p.grad) for p in self._parameters if p.grad is not None)
+        self._noted = next(((p, weakref.ref(g), version(g)) for p, g in found), None)
+
+    def stands(self) -> bool:
+        """Tell whether it is still there, untouched."""
+        if self._noted is None:
+            return False
+        parameter, gradient, before = self._noted
+        now = parameter.grad
+        return now is not None and now is gradient() and version(now) == before
 
 
 class GoneOptimizer:

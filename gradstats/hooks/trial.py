@@ -268,7 +268,8 @@ class Trial:
             If the training yields fewer losses than there are steps, never calls `install`, is not the same
             twice from one seed, is the same from two, or if its dense loss is not finite or not positive.
         """
-        pairs, losses = Records(), []
+        pairs = Records()
+        losses: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
         judged = slice(-max(1, round(self.last * self.steps)), None)
         decision: Decision = "undecided"
         low, high, diverged = -math.inf, math.inf, ""

@@ -156,6 +156,23 @@ def test_a_step_that_the_scaler_skips_is_seen_by_hand_only():
     assert not hooked.values
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_with_a_scaler_a_step_by_hand_comes_before_the_scaler_s(fused):
+    net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, fused=fused)
+    monitor = Monitor(net, scaler=scaler)
+    for set_to_none in (True, False, False):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        scaler.scale(net(inputs(0, 0)).square().mean()).backward()
+        monitor.step()
+        scaler.step(optimizer)
+        if not fused:
+            monitor.step()  # unscaled, as the scaler's stage still says
+        scaler.update()
+        with pytest.raises(InputError, match=r"call monitor.step\(\) before scaler.step\(\)"):
+            monitor.step()
+
+
 def test_unused_parameters_and_empty_gradients():
     net = nn.ModuleDict({"a": nn.Linear(4, 3), "unused": nn.Linear(4, 3)})
     monitor = Monitor(net, per_layer=True)
@@ -586,10 +603,9 @@ def test_what_is_frozen_later_is_left_out_and_what_is_not_any_more_is_said():
 def test_a_second_monitor_of_an_optimizer_is_said():
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    Monitor(net, optimizer=optimizer).close()
     first = Monitor(net, optimizer=optimizer)
     Monitor(net, optimizer=optimizer, prefix="other/")
-    first.close()
-    second = Monitor(net, optimizer=optimizer)
     with pytest.warns(UserWarning, match="has a monitor already, which goes on logging"):
         Monitor(net, optimizer=optimizer)
-    assert second._handles
+    assert first._handles
