@@ -174,6 +174,8 @@ def beyond(rows: Sequence[Row]) -> str:
     def ends(piece: str, edge: tuple[str, float], factors: Sequence[float]) -> float:
         return min(losses[piece, *edge, factor, 0] for factor in factors)
 
+    small: list[str] = []
+
     def counted(optimizer: str) -> list[str]:
         pieces = [
             piece for piece in PIECES
@@ -198,14 +200,22 @@ def beyond(rows: Sequence[Row]) -> str:
             sum(round(b - a, 2) > 0 for a, b in pairs),
             sum((a <= TOLERANCE) is not (b <= TOLERANCE) for a, b in pairs),
         ]
+        if 2 * counts[0] > len(pieces):
+            small.append(OPTIMIZERS[optimizer])
         return [f"{count} of {len(pieces)}" for count in counts]
 
-    sgd, adam = map(counted, ("sgd", "adamw"))
+    sgd, adam, muon = map(counted, OPTIMIZERS)
     return (
         f"At nine times the rate seed 0 ended lower than at any of the three in {sgd[0]} dense trainings with SGD and "
-        f"{sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}. With that rate among those of both, "
-        f"`topk` ended nearer to dense, by 1 % of its loss or more, in {sgd[2]} with SGD and farther in {sgd[3]}, with "
-        f"AdamW in {adam[2]} and {adam[3]}; it came within 2 % of dense, or left that, in {sgd[4]} and {adam[4]}."
+        f"{sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}, with Muon in {muon[0]} and {muon[1]}. With "
+        f"that rate among those of both, `topk` ended nearer to dense, by 1 % of its loss or more, in {sgd[2]} with "
+        f"SGD and farther in {sgd[3]}, with AdamW in {adam[2]} and {adam[3]}, with Muon in {muon[2]} and {muon[3]}; it "
+        f"came within 2 % of dense, or left that, in {sgd[4]}, {adam[4]} and {muon[4]}."
+        + "".join(
+            f" With {name} all three are too small for most trainings: what is said here of its losses is of trainings "
+            "that are slower than they have to be."
+            for name in small
+        )
     )
 
 

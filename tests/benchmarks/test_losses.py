@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import losses
 import numpy as np
@@ -51,6 +52,10 @@ def test_a_rate_is_chosen_by_one_seed_and_judged_by_others():
 
 
 def test_a_rate_beyond_the_grid_is_counted_where_it_ended_lower():
+    slow = (
+        " With {} all three are too small for most trainings: what is said here of its losses is "
+    )
+    slow += "of trainings that are slower than they have to be."
     rows = [
         row("dense", 0, loss, factor=f) for f, loss in zip(losses.FACTORS, (3, 2, 1), strict=True)
     ]
@@ -65,8 +70,19 @@ def test_a_rate_beyond_the_grid_is_counted_where_it_ended_lower():
         in said
     )
     # the dense loss is 0.9 then, and top-k's is 11 % above it, no longer 0
-    assert "in 0 of 1 with SGD and farther in 1 of 1, with AdamW in 0 of 0 and 0 of 0" in said
-    assert said.endswith("it came within 2 % of dense, or left that, in 1 of 1 and 0 of 0.")
+    assert "in 0 of 1 with SGD and farther in 1 of 1, with AdamW in 0 of 0 and 0 of 0, with" in said
+    within = "it came within 2 % of dense, or left that, in 1 of 1, 0 of 0 and 0 of 0."
+    assert said.endswith(within + slow.format("SGD"))
+    # where dense ended no lower the rates are not said to be too small, whatever top-k did
+    lower = [r | {"loss": 0.5} if r["system"] == "topk" else r for r in rows]
+    lower[3] = lower[3] | {"loss": 1.1}
+    assert losses.beyond(lower).endswith("and 0 of 0.")
+    muon = [r | {"piece": r["piece"].replace("sgd", "muon")} for r in rows]
+    said = losses.beyond([*rows, *muon])
+    assert "0 of 0, with Muon in 1 of 1 and 0 of 1. With that rate" in said
+    assert "0 of 0, with Muon in 0 of 1 and 1 of 1; it came" in said
+    assert said.endswith(slow.format("SGD") + slow.format("Muon"))
+    said = losses.beyond(rows)
     # no setting trains at it
     assert losses.best_factor(rows, "gcn-blocks/sgd", "dense", 1.0) == 3.0
     rows[-1] |= {"loss": 0.9}
@@ -325,9 +341,11 @@ def test_the_pages_of_a_choice_count_right():
     numbers = {o: [counts[o, "loss"][r] for r in RATIOS] for o in losses.OPTIMIZERS}
     trainings = {o: counts[o, "loss"]["of"] for o in losses.OPTIMIZERS}
     said = (
-        "within 2 % of the dense loss in {} of {} short trainings, at 0.01 in {}, at 0.001 in {}; "
-        "with AdamW in {}, {} and {} of {}; with Muon in {}, {} and {} of {}."
+        "within 2 % of the dense loss in {} of {} trainings, at 0.01 in {}, at 0.001 in {}; with "
+        "AdamW in {}, {} and {} of {}; with Muon, at rates that were too small, in {}, {} and {} of {}."
     )
+    slow = re.findall(r"With (\w+) all three are too small", losses.beyond(stored(losses.FILE)))
+    assert slow == ["Muon"]
     tenth, *others = numbers["sgd"]
     rest = [x for o in ("adamw", "muon") for x in (*numbers[o], trainings[o])]
     assert said.format(tenth, trainings["sgd"], *others, *rest) in text
