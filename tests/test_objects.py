@@ -249,3 +249,12 @@ def test_a_capture_warns_if_the_disk_will_be_full(free, total, said, tmp_path, m
     assert len(found) == bool(said)
     assert said in "".join(found)
     assert "a step" not in capsys.readouterr().err  # the steps were chosen
+
+
+def test_the_ranks_of_a_capture_share_the_disk(tmp_path, monkeypatch, capsys):
+    from capture.room import Room
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
+    assert "room for 2 captured steps" in Room(4, thinned=False).problem(tmp_path, 1e5, 10)
+    assert "400 kB a step of 4 ranks" in capsys.readouterr().err
+    assert not Room(1, thinned=True).problem(tmp_path, 1e5, 10)

@@ -94,6 +94,13 @@ def test_a_copy_is_of_the_gradient_as_it_was(streams):
     assert place.tolist() == [0.5] * 3
 
 
+def test_small_elements_of_float16_outlive_a_large_loss_scale():
+    host, gradient = copies.Copies(), torch.tensor([2.0**-14, -0.75, 1000.0], dtype=torch.float16)
+    place = host.zeros(3)
+    host.copy(gradient, place, 2.0**16)
+    assert place.tolist() == [2.0**-30, -0.75 / 2**16, 1000 / 2**16]
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_number_is_on_its_way_as_a_gradient_is(streams, shape):
     host = copies.Copies([torch.device("cpu")])

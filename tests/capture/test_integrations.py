@@ -91,7 +91,8 @@ def huggingface(folder, path, steps, *, resume=None, training=None, **options):
 
     args = cases.arguments(folder, max_steps=steps, **(training or {}))
     callback = CaptureCallback(path, **options)
-    trainer = Trainer(cases.gpt2(), args, train_dataset=cases.Sentences(), callbacks=[callback])
+    rows = {"train_dataset": cases.Sentences(), "eval_dataset": cases.Sentences()}
+    trainer = Trainer(cases.gpt2(), args, **rows, callbacks=[callback])
     trainer.train(resume_from_checkpoint=resume)
     return gradstats.open_trace(path)
 
@@ -142,6 +143,13 @@ def test_huggingface_accumulates_and_resumes(tmp_path):
     assert again.steps() == [2, 3]
     for step in range(4):
         agree((trace if step < 2 else again).read(step), seen[step][1])
+
+
+def test_huggingface_evaluates_and_its_losses_are_of_training_alone(tmp_path):
+    training = {"max_grad_norm": 0.0, "eval_strategy": "steps", "eval_steps": 1}
+    trace = huggingface(tmp_path, tmp_path / "a.zarr", 3, training=training)
+    seen = cases.plain_loop(cases.gpt2(), cases.gpt2_loss, batches()[:3])
+    assert trace.scalars()["loss"] == pytest.approx([loss for *_, loss in seen], rel=1e-4)
 
 
 @pytest.mark.distributed
@@ -487,11 +495,16 @@ def test_a_missing_library_names_its_extra(module, library):
     assert last.endswith(f"pip install 'gradstats[{module}]'")
 
 
-def scalars(folder):
-    """Return {tag: {step: value}} of the event files in a folder."""
+def written(folder):
+    """Return the event files in a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+
+
+def scalars(folder):
+    """Return {tag: {step: value}} of the event files in a folder."""
+    events = written(folder)
     return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
@@ -602,6 +615,14 @@ def test_the_same_dictionary_goes_to_every_logger(tmp_path, monkeypatch):
     assert np.array_equal(wandb.logged[3]["fc/magnitudes"][0], expected)
     assert mlflow.logged[3].items() >= numbers.items()
     assert sum(v for n, v in mlflow.logged[3].items() if "/from_" in n) == 990
+    for low, count in zip(edges[:-1], expected, strict=True):
+        assert mlflow.logged[3][f"fc/magnitudes/from_{low:.3g}"] == count
+    (event,) = written(tmp_path).Histograms("fc/magnitudes")
+    shape = event.histogram_value
+    assert (event.step, shape.min, shape.max, shape.num) == (3, edges[0], edges[-1], 990)
+    assert (shape.bucket_limit, shape.bucket) == (edges[1:].tolist(), expected.tolist())
+    assert edges[:-1] @ expected < shape.sum < edges[1:] @ expected
+    assert edges[:-1] ** 2 @ expected < shape.sum_squares < edges[1:] ** 2 @ expected
     shown = scalars(tmp_path)
     assert {n: shown[n][3] for n in numbers} == pytest.approx(numbers)
     assert gradient_values(np.zeros(3)) == {"gradient/zero_fraction": 1.0}

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from gradstats.collectives import ring
+from gradstats.collectives.plain import exchange_errors
+from gradstats.errors import ExchangeError
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,13 @@ def test_gloo_is_given_the_hosts_memory(monkeypatch, backend, place):
     part = torch.empty(5, dtype=torch.uint8, device="meta")
     incoming, _ = ring.Ring()._start(part, part)
     assert [tensor.device.type for tensor in (*given, incoming)] == [place] * 3
+
+
+def test_memory_that_is_short_here_is_no_lost_rank():
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA"), exchange_errors():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(ExchangeError, match="a rank may be lost: Connection"), exchange_errors():
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_what_came_through_the_host_goes_back_to_the_device():

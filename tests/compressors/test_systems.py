@@ -14,7 +14,7 @@ from support.every import every
 from workers import systems as cases
 
 from gradstats import thresholds as rules
-from gradstats.collectives.codec import Codec
+from gradstats.collectives.codec import INDICES, Codec
 from gradstats.collectives.header import HEADER_BYTES
 from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.micro import MiCRO, partition
@@ -236,6 +236,22 @@ def test_a_dense_union_is_no_smaller_than_a_selection(one_rank):
 
 
 @pytest.mark.distributed
+def test_whether_the_sum_is_dense_follows_the_last_step_and_comes_back(one_rank):
+    dense, sparse = torch.ones(1000), torch.zeros(1000)
+    sparse[3] = 1.0
+    compressor = SparseCompressor(TopK(0.5), dense_above=0.1)
+    compressor.reduce(dense.clone(), None)
+    resumed = SparseCompressor(TopK(0.5), dense_above=0.1)
+    resumed.load_state_dict(compressor.state_dict())
+    for each in (compressor, resumed):
+        # all values without positions; the last step follows one of a single element
+        sizes = [each.reduce(x.clone(), None).bytes_sent for x in (dense, sparse, sparse, sparse)]
+        assert 4000 <= sizes[0] == sizes[1] < 4100
+        assert sizes[2] > 8000  # the room of the first step's positions
+        assert sizes[3] < 100
+
+
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_topk_builds_up_with_the_ranks_and_micro_does_not():
     built = {}
@@ -272,6 +288,16 @@ def test_cltk_takes_the_leaders_positions(world):
         sizes = column(records, "bytes")
         assert (np.delete(sizes, t % world) == 4 * union.size).all()
         assert sizes[t % world] == 4 * union.size + 4 * (2 + k)
+
+
+@pytest.mark.distributed
+def test_cltk_takes_the_first_of_those_tied_whatever_positions_are_on_the_wire(one_rank):
+    for indices in INDICES:
+        corrected = torch.tensor([1.0, -1.0, 3.0, 1.0, 2.0, 1.0])
+        reduced = CLTk(0.5, Codec(indices)).reduce(corrected, None)
+        assert reduced.sent.tolist() == [0, 2, 4], indices
+        assert reduced.mean.tolist() == [1, 0, 3, 0, 2, 0], indices
+        assert reduced.residual.tolist() == [0, -1, 0, 1, 0, 1], indices
 
 
 @pytest.mark.distributed

@@ -554,6 +554,64 @@ def test_updates_are_those_of_the_whole(kind):
     assert 0 < wanted[0]["gradient/unchanged_bf16"] < 1
 
 
+def test_an_update_triggers_a_capture():
+    for name in ("update_norm", "update_to_weight"):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        monitor = Monitor(net, optimizer=optimizer, trigger={name: 0.0}, following=1)
+        net(inputs(0, 0)).square().mean().backward()
+        optimizer.step()
+        assert [monitor.triggered(step) for step in (1, 2)] == [True, False], name
+
+
+def test_of_a_step_that_failed_there_is_no_update():
+    net, logged = model(), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    monitor = Monitor(net, logged.append, every=2, optimizer=optimizer)
+    net(inputs(0, 0)).square().mean().backward()
+    rate = optimizer.param_groups[0].pop("lr")
+    with pytest.raises(KeyError, match="lr"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+    assert not logged
+    optimizer.step()
+    assert [values["gradient/step"] for values in logged] == [2]
+    assert "gradient/update_norm" in monitor.values
+
+
+class Mixed(nn.Module):
+    """Parameters whose gradients are sparse, complex, and in half precision."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(20, 4, sparse=True)
+        self.phases = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.short = nn.Parameter(torch.randn(30, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        parts = self.words(x), self.phases.abs(), self.short.float()
+        return sum(part.square().sum() for part in parts)
+
+
+def test_sparse_complex_and_half_precision_parameters_are_described_exactly():
+    def flat(tensors):
+        some = (t.detach().to_dense() for t in tensors)
+        real = (torch.view_as_real(t) if t.is_complex() else t for t in some)
+        return torch.cat([t.double().flatten() for t in real]).numpy()
+
+    net = Mixed()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    monitor = Monitor(net, optimizer=optimizer)
+    net(torch.tensor([1, 1, 5])).backward()  # a row twice
+    before, gradient = flat(net.parameters()), flat(p.grad for p in net.parameters())
+    optimizer.step()
+    assert monitor.values["gradient/norm"] == pytest.approx(np.linalg.norm(gradient), rel=1e-6)
+    for name, value in by_hand(before, flat(net.parameters()), gradient).items():
+        assert monitor.values[name] == pytest.approx(value, rel=1e-6), name
+
+
 def test_without_an_optimizer_or_wish_there_are_no_updates():
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

@@ -106,6 +106,38 @@ def test_a_monitor_finds_the_noise_scale_of_a_data_set():
     assert high < 2 * low
     ends = [values[f"gradient/micro_cosine_{end}"] for end in ("low", "high")]
     assert ends == pytest.approx([1 / (1 + high / 4), 1 / (1 + low / 4)])
+    low, xi, high = (values[f"gradient/noise_xi{end}"] for end in ("_low", "", "_high"))
+    assert low < xi < high
+
+
+def test_the_noise_is_that_of_the_last_steps_of_a_window():
+    net = model()
+    monitor, seen = Monitor(net, noise=True, window=10), []
+    for step in range(25):
+        net.zero_grad()
+        losses = [
+            lambda m, i=i: (1 + i) * m(inputs(0, i)).square().mean()
+            for i in (2 * step, 2 * step + 1)
+        ]
+        seen.append(whole(net, losses))
+        for loss in losses:
+            loss(net).backward()
+        monitor.step()
+    scale, _, _ = cases.noise_by_hand(seen[-10:])
+    assert monitor.values["gradient/noise_scale"] == pytest.approx(scale, rel=1e-4)
+    assert cases.noise_by_hand(seen)[0] != pytest.approx(scale, rel=0.01)
+    differences = [sketch(np.float32(g[1] - g[0])).magnitudes for g in seen]
+    xi = [stability_at(m, 0.1, "pwm").c for m in differences]
+    assert monitor.values["gradient/noise_xi"] == pytest.approx(np.mean(xi[-10:]), abs=0.002)
+
+
+def test_micro_batches_that_are_zeroed_between_are_not_compared():
+    net = model()
+    monitor = Monitor(net, noise=True)
+    for i in range(2):
+        net.zero_grad()
+        net(inputs(0, i)).square().mean().backward()
+    assert "gradient/noise_scale" not in monitor.step()
 
 
 def test_intervals_hold_the_exact_value_as_often_as_they_say():

@@ -118,6 +118,14 @@ def test_dgc_never_warms_up_through_less_than_its_ratio(ratio, ratios):
     assert state.compressor.ratio == ratios[1]
 
 
+def test_every_system_trains_with_the_codec_and_the_clipping_that_it_is_given():
+    for name in SYSTEMS:
+        options = {"compressor_options": {"indices": "rice"}, "clip": 2.0}
+        state = make_state(name, 0.01, model().named_parameters(), **options)
+        assert state.compressor._codec.indices == "rice", name
+        assert state._setup.clip == 2.0, name
+
+
 def test_a_ratio_of_every_layer_follows_a_schedule():
     state = redsync(
         model().named_parameters(), 0.1, dense_below=0, ratio_at=dgc_warm_up(1, (0.5, 0.2))

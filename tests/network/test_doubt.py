@@ -183,6 +183,12 @@ class TestLinks:
         assert alpha.value == pytest.approx(0.01)
         assert beta.value == pytest.approx(8 * 1538 / 1448 / 2.5e9)
 
+    def test_a_rate_has_the_range_of_the_nearest(self):
+        for rate, near in (("2.5gbit", "1gbit"), ("40gbit", "100gbit"), ("1mbit", "1gbit")):
+            alpha, _ = link(rate).link("hop")
+            assert alpha.value == pytest.approx(LINKS[near].latency[1]), rate
+            assert link(rate).about["source"] == LINKS[near].source, rate
+
     def test_what_is_none_is_refused(self):
         with pytest.raises(InputError, match="one of 1gbit, 10gbit, 100gbit, wan or a rate like"):
             link("fast")

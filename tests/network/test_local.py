@@ -120,6 +120,19 @@ def test_at_the_bandwidth_for_a_share_it_computes_for_that_share():
             assert same["utilisation"] == pytest.approx(target / 100, rel=1e-5)
 
 
+def test_workers_that_differ_change_no_share_where_nothing_is_sent():
+    """They make computing longer, and the step as much."""
+    free = Network.of_link(0, 1e-18, {"select:topk": 0})
+    ends = ("utilisation_low", "utilisation_high")
+    same, differing = (
+        plan(ZEROS, free, times, [8], [0.01], ["topk"], local_steps=[4])
+        for times in (COMPUTE, [0.01, 0.02, 0.03, 0.04])
+    )
+    for one, other in zip(same, differing, strict=True):
+        assert [other[end] for end in ends] == pytest.approx([one[end] for end in ends])
+        assert (one["utilisation"], other["utilisation"]) == pytest.approx((1, 1))
+
+
 def as_run(record):
     return record["compressor"], record["local_steps"]
 

@@ -52,6 +52,12 @@ def test_everything_is_measured_among_every_number_of_workers():
     assert both == list(third.lines)
 
 
+def test_a_hop_is_a_part_of_the_way_around_the_ring():
+    for seconds in run_ranks(3, cases.of_a_second):
+        assert seconds.pop("hop") == {0.5}
+        assert set().union(*seconds.values()) == {1.0}
+
+
 def test_messages_have_the_size_that_is_written_down():
     for seen in run_ranks(2, cases.message_sizes, 4096):
         assert seen == dict.fromkeys(

@@ -8,17 +8,20 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from matplotlib.figure import Figure
 from scipy import stats
 from support.terminal import run
 
 from gradstats import plots
 from gradstats.errors import InputError
-from gradstats.thresholds import ESTIMATORS
+from gradstats.thresholds import ESTIMATORS, changes
 from gradstats.thresholds.bench import (
     PUBLISHED,
     REFERENCES,
     TAILS,
+    _Case,
+    _memory,
     bench,
     sample_gradient,
 )
@@ -74,6 +77,8 @@ def test_a_model_is_timed_layer_by_layer():
     found = bench([], [0.1], estimators=["exact"], repeats=1, layouts={"net": sizes})
     assert {(r["gradient"], r["numel"], r["layers"]) for r in found} == {("net", 3041, 3)}
     assert all(r["quality"] == 1 for r in found)  # 300, 4 and 1 of them
+    for r in found:  # a single round is its own mean
+        assert r["streams_mean"] == pytest.approx(r["streams"])
 
 
 def test_given_gradients_are_timed_step_by_step():
@@ -121,6 +126,13 @@ def test_quartiles_and_the_best_are_around_the_median(records):
     assert any(r["streams_mean"] % 1 for r in records)
 
 
+def test_memory_is_in_sizes_of_the_gradient():
+    for dtype in (torch.float32, torch.float64):
+        case = _Case("own", [[torch.zeros(100_000, dtype=dtype), torch.zeros(50_000, dtype=dtype)]])
+        copies = _memory(lambda parts: len([x.numpy().copy() for x in parts]), case)
+        assert copies == pytest.approx(1, abs=0.01)
+
+
 BASE = {"compressor": "exact", "gradient": "layered", "numel": 10, "layers": 1, "ratio": 0.1,
         "threads": 1, "cache": "warm", "quality": 1.0}  # fmt: skip
 
@@ -162,7 +174,7 @@ def test_unchanged_rows_are_seldom_called_slower_or_faster(noise):
     assert wrong <= 3  # of one expected at most: two deviations
 
 
-def test_two_versions_are_run_in_turns(tmp_path):
+def test_two_versions_are_run_in_turns(tmp_path, monkeypatch):
     (tmp_path / "gradstats").mkdir()
     (tmp_path / "gradstats" / "__init__.py").touch()
     # a version whose rule takes three times as long: what its command prints
@@ -170,10 +182,12 @@ def test_two_versions_are_run_in_turns(tmp_path):
     slow = timed([1.0], streams=1e9, numel=3000)
     (tmp_path / "gradstats" / "cli.py").write_text(program % slow, encoding="utf-8")
     options = ["--numel", "3000", "--ratio", "0.1", "--threads", "1", "--estimator", "exact"]
-    turns = []
+    turns, folders, run_one = [], [], changes._run
     arguments = [*options, "--no-references"]
+    monkeypatch.setattr(changes, "_run", lambda *of: folders.append(of[0]) or run_one(*of))
     new, old = alternated(tmp_path, arguments, 2, lambda: turns.append(0))
     assert len(turns) == 4
+    assert folders == [tmp_path, ROOT, ROOT, tmp_path]
     assert [len(r["rounds"]) for r in (*new, *old)] == [2, 2]
     assert old[0]["streams"] == 1e9
     assert new[0]["streams"] < 1e9

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from support.every import every
-from support.traces import LAYERS, write_shards
+from support.traces import LAYERS, gradient, held, shards_of, write_shards
 
+from gradstats.errors import TraceError
 from gradstats.hooks import Diagnosis, StepRecord
-from gradstats.trace import KINDS, create_trace, open_trace
+from gradstats.trace import COMPRESSION, KINDS, TraceWriter, create_trace, open_trace
 from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS
 
 EXPECTED = {
@@ -55,3 +57,35 @@ def test_a_trace_of_shards_has_the_whole_of_each(tmp_path):
         each = steps + i / 4
         expected = column.joined(np.stack([each, each]))
         np.testing.assert_allclose(together[column.name], expected, rtol=1e-12)
+
+
+def test_a_step_that_lies_in_another_row_of_each_rank_is_added_up_all_the_same(
+    tmp_path, monkeypatch
+):
+    create_trace(tmp_path / "run.zarr", LAYERS, world_size=2)
+    original = TraceWriter._put
+
+    def full(self, name, row, value):
+        if name == "selected":
+            raise OSError(28, "No space left on device")
+        original(self, name, row, value)
+
+    for rank in (0, 1):
+        shards = shards_of(rank, 2)
+        writer = TraceWriter(
+            tmp_path / "run.zarr", rank, compression=True, shards=shards, shard_ranks=range(2)
+        )
+        for step in range(4):
+            arrays = {"gradient": held(gradient(step), shards)}
+            columns = dict.fromkeys(COMPRESSION, 10.0**rank * step)
+            if rank and step == 1:  # its row is left
+                monkeypatch.setattr(TraceWriter, "_put", full)
+                with pytest.raises(TraceError, match="No space left"):
+                    writer.append(step, arrays, compression=columns)
+                monkeypatch.setattr(TraceWriter, "_put", original)
+            writer.append(step, arrays, compression=columns)
+        writer.close()
+    trace = open_trace(tmp_path / "run.zarr")
+    assert trace.compression(0)["bytes_sent"].tolist() == [0, 11, 22, 33]
+    for step in range(4):
+        assert np.array_equal(trace.read(step), gradient(step))

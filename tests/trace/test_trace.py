@@ -332,6 +332,25 @@ def test_a_writer_leaves_what_has_taken_the_place_of_its_trace_alone(path, store
     assert open_trace(path).steps() == [5, 6]
 
 
+def test_a_commit_that_failed_is_made_by_no_later_step(path, monkeypatch):
+    writer = write(path, range(3), kinds=["gradient"], close=False)
+    original = trace_writer._write_chunk
+
+    def full(file, *rest):
+        if "/step/" in file:
+            raise OSError(28, "No space left on device")
+        original(file, *rest)
+
+    monkeypatch.setattr(trace_writer, "_write_chunk", full)
+    with pytest.raises(TraceError, match="cannot write step 3"):
+        writer.append(3, {"gradient": gradient(3)})
+    with pytest.raises(TraceError, match="cannot remove step 1"):
+        writer.remove(1)
+    monkeypatch.setattr(trace_writer, "_write_chunk", original)
+    writer.append(4, {"gradient": gradient(4)})
+    assert open_trace(path).steps() == [0, 1, 2, 4]
+
+
 def test_damaged_metadata_is_one_line(path):
     write(path, [0])
     (path / "rank00000" / "step" / "zarr.json").write_text("{}")

@@ -149,10 +149,10 @@ class Words(nn.Module):
         return self.out(self.words(x).mean(1))
 
 
-def sparse_embedding(rank, world):
+def sparse_embedding(rank, world, exclude):
     """The embedding is averaged exactly; the rest is compressed."""
     net, dense = Words(), Words()
-    ddp, state = wrapped(net, TopK(0.3))
+    ddp, state = wrapped(net, TopK(0.3), exclude=exclude)
     reference = DDP(dense)
     agree = []
     for step in range(4):
