@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from support.every import every
+from support.networks import measured_network
 from support.terminal import records, run
 from support.traces import LAYERS, write
 
@@ -192,6 +193,8 @@ def test_what_is_no_faster_is_not_recommended(measured):
     ]
     # faster, although it sends more
     assert chosen(plans=plans)[0]["rule"] == "dense-bf16"
+    numbers = said(chosen(plans=plans), planned=True).numbers
+    assert "By the plan a step is 1.8 times as fast as dense." in numbers
     assert chosen(plans=plans[:2])[0]["ratio"] == 0.1
     slow = [plan("topk", 0.1, 1.1, 0.9), plan("dense-bf16", None, 0.9, 0.8)]
     found = chosen(plans=slow)
@@ -440,7 +443,7 @@ def test_the_evidence_in_the_package_is_sound():
             assert (setting["ratio"] < 1) == (setting["rule"] in ("topk", "sidco-p"))
 
 
-def test_the_command_says_and_stores_it(measured, tmp_path):
+def test_the_command_says_and_stores_it(measured, tmp_path, monkeypatch):
     measured(near(6))
     path = two_ranks(tmp_path)
     said = run("advise", path, "--optimizer", "SGD").stdout
@@ -449,6 +452,17 @@ def test_the_command_says_and_stores_it(measured, tmp_path):
     fields = {"rule", "ratio", "memory", "format", "reason", "low", "high", "evidence"}
     assert fields <= set(rows[0])
     assert rows[0]["rule"] == "topk"
+    asked = []
+
+    def plan(source, cluster, compute, workers, *rest):
+        asked.append(workers)
+        return []
+
+    monkeypatch.setattr(gradstats.network, "plan", plan)
+    measured_network().save(tmp_path / "network.json")
+    cluster = ["--network", tmp_path / "network.json", "--compute", 0.1, "--workers", 64]
+    assert run("advise", path, *cluster).returncode == 0
+    assert asked == [[64]]
     failed = run("advise", path, "--link", "1gbit")
     assert failed.returncode == 2
     assert "--compute" in failed.stderr

@@ -259,6 +259,7 @@ def test_a_step_that_lacks_a_rank_does_not_count(tmp_path):
     for name in ("cosine", "signs", "overlap", "union"):
         assert over[name] == pytest.approx(np.mean([r[name] for r in each]))
     assert {r["ranks"] for r in (*each, over)} == {3}
+    assert {r["world"] for r in gradstats.agreement(path, ranks=[0, 2])} == {3}
 
 
 def test_what_has_no_ranks_to_compare_is_one_line(tmp_path, trace):

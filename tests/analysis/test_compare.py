@@ -144,6 +144,7 @@ PLANTED = {
     "not known": lambda g: each(g, lambda x: x * (1 + 0.05 * np.sin(1e6 * x)).astype(np.float32)),
     "compressed: B has 15 of A's": lambda g: each(g, kept),
     "no gradient in B": lambda g: each(g, np.zeros_like),
+    "no finite gradient in B: an overflow, or none": lambda g: each(g, lambda x: x * np.float32(np.nan)),
     "rounding": lambda g: each(g, lambda x: x * (1 + 1e-4 * np.sign(np.sin(1e6 * x))).astype(np.float32)),
     "weight decay, or another": lambda g: {
         k: {n: x + np.random.default_rng(len(n)).standard_normal(x.shape).astype(np.float32) / 9 for n, x in v.items()}
@@ -198,6 +199,22 @@ def test_a_gradient_of_the_step_before_is_stale(left, tmp_path):
         "stale: B has the gradient that A had in the step before"
     }
     assert gradstats.compare(tmp_path / "b.zarr", left).first["cause"].startswith("stale: A has")
+
+
+def test_a_quotient_of_world_sizes_is_theirs(left, tmp_path):
+    runs = each(gradients(), lambda x: x * np.float32(1.5))
+    found = gradstats.compare(left, write(tmp_path / "b.zarr", runs, world=3))
+    assert {r["cause"] for r in found} == {"world size: B = 3/2 × A or its inverse"}
+
+
+def test_what_is_left_of_the_step_before_is_momentum(left, tmp_path):
+    runs, sums = gradients(), {}
+    for (s, r), g in sorted(runs.items()):
+        before = sums.get((s - 1, r), dict.fromkeys(g, np.float32(0)))
+        sums[s, r] = {n: x + np.float32(0.9) * before[n] for n, x in g.items()}
+    found = gradstats.compare(left, write(tmp_path / "b.zarr", sums))
+    assert found.first["step"] == 1
+    assert found.first["cause"] == "momentum: B adds 0.9 of the step before"
 
 
 def many(steps=1, ranks=4):

@@ -61,6 +61,24 @@ def test_what_was_not_captured_is_nan(tmp_path):
     assert np.isfinite(d["mean"].sel(rank=0)).all()
 
 
+def test_losses_and_rates_are_those_of_each_rank(tmp_path):
+    create_trace(path := tmp_path / "run.zarr", DRIFTING_LAYERS, world_size=2)
+    for rank in range(2):
+        writer = TraceWriter(path, rank)
+        for step in (3, 7):
+            told = {"loss": step + 10 * rank, "learning_rate": 0.1 * (1 + rank)}
+            writer.append(step, {"gradient": np.ones(2100, np.float32)}, **told)
+        writer.close()
+    d = over_training(path, models=[], ratios=[0.1])
+    assert d["loss"].transpose("step", "rank").values.tolist() == [[3, 13], [7, 17]]
+    assert d["learning_rate"].sel(step=7).values == pytest.approx([0.1, 0.2])
+
+
+def test_the_mean_is_that_of_all_steps_and_ranks():
+    values = np.array([[1.0, math.nan], [1.0, 10.0]])
+    assert _drift(np.arange(2), values, np.isfinite(values))["mean"] == 4
+
+
 def test_steps_without_a_number_are_counted(tmp_path):
     create_trace(path := tmp_path / "run.zarr", DRIFTING_LAYERS, world_size=3)
     writer = TraceWriter(path, 0)

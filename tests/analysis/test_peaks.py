@@ -10,6 +10,7 @@ import pytest
 import gradstats
 from gradstats.analysis import peaks
 from gradstats.statistics.dependence import RUN
+from gradstats.statistics.resampling import holm
 
 
 def together(numel, length, seed=0):
@@ -49,3 +50,14 @@ def test_where_positions_or_runs_are_missing_there_is_no_interval(tmp_path):
     (few,) = gradstats.pot(together(19 * RUN, 1), [0.1])
     assert all(math.isnan(few[name]) for name in ("design", "runs_low", "runs_high"))
     assert math.isfinite(few["c_low"])
+
+
+def test_layers_are_the_tests_that_a_tail_is_corrected_for():
+    rng = np.random.default_rng(0)
+    layers = {name: rng.standard_t(df, 3000) for name, df in zip("abc", (3, 6, 30), strict=True)}
+    pooled, normalised, *each = gradstats.pot(layers, per_layer=True)
+    assert math.isnan(pooled["p_holm"])
+    assert math.isnan(normalised["p_holm"])
+    corrected = holm(np.array([r["p_value"] for r in each]))
+    assert [r["p_holm"] for r in each] == corrected.tolist()
+    assert [r["layer"] for r in each] == [*"abc"]

@@ -15,6 +15,7 @@ from gradstats.analysis.info import describe
 from gradstats.analysis.verdicts.gradient import FEWEST, tail_weight
 from gradstats.analysis.verdicts.pairs import what_changed
 from gradstats.statistics.compressibility import compressibility
+from gradstats.statistics.goodness import bootstrap
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import open_source
 
@@ -90,7 +91,7 @@ def test_losses_are_those_of_the_first_and_last_step_that_have_one(tmp_path):
 def test_a_law_that_cannot_describe_a_layer_is_tested_on_nothing(rng):
     source = open_source({"a": rng.laplace(size=5000).astype(np.float32), "b": np.ones(3000)})
     found = fit_records(
-        source, ["laplace", "lognorm"], per_layer=True, replicates=19, size=500, layers=["b"]
+        source, ["laplace", "lognorm"], per_layer=True, replicates=99, size=500, layers=["b"]
     )
     tested = {(r["layer"], r["model"]): r for r in found}
     unfit = [r for r in found if not r["params"]]
@@ -99,7 +100,23 @@ def test_a_law_that_cannot_describe_a_layer_is_tested_on_nothing(rng):
         assert record["subsample"] == 0
         assert all(math.isnan(record[name]) for name in ("p_value", "p_naive", "p_holm"))
     assert tested["all", "laplace"]["subsample"] == 500
-    assert tested["all", "laplace"]["p_value"] >= 0.05
+    test = bootstrap(source.read(*source.entries()[0]).values, "laplace", size=500, replicates=99)
+    assert tested["all", "laplace"]["p_value"] == test.p_value
+    assert 0.01 <= test.p_value < 1
+
+
+def test_layers_are_the_tests_that_each_law_is_corrected_for(rng):
+    layers = {name: rng.uniform(size=5000).astype(np.float32) for name in "abc"}
+    found = fit_records(
+        open_source(layers), ["laplace", "t"], per_layer=True, replicates=99, size=300
+    )
+    for model in ("laplace", "t"):
+        each = [r for r in found if r["model"] == model and r["layer"] != "all"]
+        least = min(each, key=lambda r: r["p_value"])
+        assert least["p_holm"] == pytest.approx(3 * least["p_value"])
+    for layer in ("all", *layers):
+        above = [r["delta_aic"] for r in found if r["layer"] == layer]
+        assert min(above) == 0 < max(above)
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.6])

@@ -12,6 +12,7 @@ from gradstats.analysis.quality import INFINITE, series_of
 from gradstats.analysis.rules import TOLERANCE, judged_rules
 from gradstats.analysis.verdicts import (
     closest_law,
+    compressor_did,
     counting_rules,
     left_out,
     scale_moves,
@@ -19,7 +20,7 @@ from gradstats.analysis.verdicts import (
     tail_weight,
     which_rule,
 )
-from gradstats.analysis.verdicts.verdict import percent
+from gradstats.analysis.verdicts.verdict import Verdict, percent
 from gradstats.statistics.laws import LAWS
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import Subset, open_source
@@ -537,3 +538,28 @@ def test_a_tail_without_a_shape_is_short_and_not_one_of_too_few_elements():
     for n, headline in ((20_000, "Short in the top tenth: "), (99, "Too few elements ")):
         said = tail_weight([row | {"n": n}], [], spike=False, layers=1, designs={})
         assert said.headline.startswith(headline)
+
+
+def test_what_the_compressor_did_is_medians_in_the_units_that_are_said():
+    nothing = {"build_up": math.nan, "communicate": math.nan}
+    live = [
+        nothing | {"bytes": size, "select": seconds, "quality": 1.5}
+        for size, seconds in ((8, 0.002), (12, 0.004))
+    ]
+    assert compressor_did(live, "topk", 100) == Verdict(
+        "topk: k̂/k = 1.50 (1.50 to 1.50)",
+        "2 steps and ranks; 10 bytes a step, for 4 d = 400; select 3 ms.",
+        True,
+    )
+
+
+def test_a_heavy_tail_is_of_the_layers_too_where_their_scales_explain_less_than_half():
+    row = {"step": 3, "layer": "pooled", "n": 1000, "c": 0.3, "c_low": 0.1, "c_high": 0.5}
+    for c, said in (
+        (0.25, "in the layers too"),
+        (0.1, "most of it from layers of different scale"),
+    ):
+        tails = [row, row | {"layer": "normalised", "c": c}]
+        verdict = tail_weight(tails, [], spike=False, layers=2, designs={3: 4.0})
+        assert verdict.headline == f"Heavy in the top tenth: ξ = 0.30, {said}"
+        assert "that of the top tenth is −0.10 to 0.70, which does not exclude 0" in verdict.numbers

@@ -16,3 +16,15 @@ def test_a_checkout_against_itself():
         assert 0 < r["low"] <= r["ratio"] <= r["high"]
         assert r["old_us"] > 0
         assert r["new_us"] > 0
+
+
+def test_a_checkout_that_takes_twice_as_long_has_a_ratio_of_two(tmp_path, monkeypatch):
+    stub = tmp_path / "stub.py"
+    stub.write_text(
+        "import os, sys\n"
+        "for line in sys.stdin:\n"
+        "    print(2e-6 if os.environ['PYTHONPATH'].endswith('new') else 1e-6, flush=True)\n"
+    )
+    monkeypatch.setattr(against, "__file__", str(stub))
+    (row,) = against.measure([tmp_path / "old", tmp_path / "new"], ["a case"], rounds=3)
+    assert (row["ratio"], row["old_us"], row["new_us"]) == (2, 1, 2)

@@ -132,6 +132,32 @@ def test_a_layer_is_drawn_or_refused(name, trace, drawn, monkeypatch):
     )
 
 
+def test_unless_chosen_the_largest_size_the_smallest_ratio_and_three_steps_are_drawn(
+    trace, tmp_path, drawn, monkeypatch
+):
+    called = {}
+    for name in ("latency_bars", "quality_over_steps", "best_k_error"):
+
+        def spy(data, *, ax, name=name, **_):
+            called[name] = data
+
+        monkeypatch.setattr(plots, name, spy)
+    rows = [
+        {"compressor": "topk", "ratio": 0.1, "seconds": 1.0, "numel": numel}
+        for numel in (1000, 50_000, 2000)
+    ]
+    (tmp_path / "bench.json").write_text(json.dumps(rows), "utf-8")
+    for figure, source in (
+        ("latency-bars", tmp_path / "bench.json"),
+        ("quality-over-steps", trace),
+        ("best-k-error", trace),
+    ):
+        assert run("plot", figure, source, "-o", "x.svg", "--kind", "gradient").returncode == 0
+    assert called["latency_bars"] == [rows[1]]
+    assert {r["ratio"] for r in called["quality_over_steps"]} == {0.001}
+    assert list(called["best_k_error"]) == [f"gradient, step {step}" for step in range(3)]
+
+
 def test_records_of_traces_are_summed_and_named(trace, drawn):
     assert run("plot", "training-curves", trace, "-o", "x.png", "--by", "megabytes").returncode == 0
     rows = gradstats.compression(trace)

@@ -12,9 +12,14 @@ from conftest import DATA
 from support.terminal import records, run
 from support.traces import LAYERS, write
 
+from gradstats import quality_series
+from gradstats.analysis.info import info_summary
+from gradstats.analysis.rules import judged_rules
+from gradstats.analysis.stages import worst_stages
 from gradstats.cli import main
-from gradstats.cli.output import analyse
+from gradstats.cli.output import analyse, worst_first
 from gradstats.trace import Layer, Shard, TraceWriter, create_trace
+from gradstats.trace.sources import open_source
 
 EF = DATA / "resnet20-ef.zarr"
 
@@ -58,6 +63,64 @@ def test_a_stage_is_blamed_in_so_many_of_the_gradients():
     factor = np.mean([r["factor"] for r in here if r["stage"] == worst])
     assert f"{blamed.count(worst)} of 4" in " ".join(row)
     assert float(row[-1]) == pytest.approx(factor, rel=0.01)
+
+
+def test_the_quality_of_stages_is_that_of_the_last():
+    labels = {"trace": "t", "kind": "gradient", "layer": "all", "estimator": "a", "ratio": 0.01}
+    budget = [
+        labels
+        | {"step": step, "rank": 0, "stage": stage, "blame": stage == 1, "factor": 2.0}
+        | {"quality": quality}
+        for step, stages in enumerate([(0.1, 2.0), (0.2, 3.0)])
+        for stage, quality in enumerate(stages, 1)
+    ]
+    (found,) = worst_stages(budget)
+    assert (found["quality"], found["stages"], found["blamed"]) == (2.5, "2", "2 of 2")
+
+
+def test_info_has_the_most_zeros_and_the_gradients_with_any_nan(tmp_path):
+    create_trace(path := tmp_path / "run.zarr", LAYERS, world_size=2)
+    for rank, zeros in enumerate((3, 5)):
+        writer = TraceWriter(path, rank)
+        for step in range(0, 101, 20):
+            values = np.ones(620, np.float32)
+            values[: zeros if step == 40 else 1] = 0
+            values[10:14] = np.nan if step == 60 else 1
+            writer.append(step, {"gradient": values})
+        writer.close()
+    (found,) = info_summary(open_source(path))
+    assert (found["zeros"], found["nonfinite"], found["gradients"]) == (5, 2, 12)
+    assert (found["ranks"], found["steps"]) == ("0, 1", "6, 0 to 100 every 20")
+
+
+def test_of_a_layer_the_law_with_the_least_tail_error_is_shown():
+    command = ["fit", EF, "--step", 100, "--kind", "gradient"]
+    command += ["--layer", "fc.weight", "--layer", "conv1.weight"]
+    fits = records(*command)
+    shown = run(*command).stdout.splitlines()
+    for layer in ("fc.weight", "conv1.weight"):
+        best = min((r for r in fits if r["layer"] == layer), key=lambda r: r["tail_error"])
+        (row,) = (line.split() for line in shown if line.startswith(f" {layer} "))
+        assert row[1] == best["model"]
+
+
+def test_the_nearest_rules_come_first():
+    names = ["sidco-e", "micro", "dgc", "exact"]
+    rules = judged_rules(quality_series(EF, [0.01], names, kinds=["gradient"]))
+    command = ["quality", EF, "--kind", "gradient", "--ratio", 0.01, "--all"]
+    shown = run(*command, *(f"--estimator={name}" for name in names)).stdout
+    rows = [line.split()[0] for line in shown.splitlines() if line.startswith(" ")]
+    assert [name for name in rows if name in names] == [r["estimator"] for r in rules]
+
+
+def test_the_worst_twenty_layers_come_first():
+    labels = {"trace": "t", "step": 0, "rank": 0, "kind": "gradient"}
+    rows = [labels | {"layer": f"l{i}", "c": float(i)} for i in (*range(12), *range(24, 11, -1))]
+    rows += [labels | {"layer": "none", "c": float("nan")}, labels | {"layer": "all", "c": 0.0}]
+    expected = ["all", *(f"l{i}" for i in range(24, 4, -1))]
+    assert [r["layer"] for r in worst_first(rows, "c")] == expected
+    few = [r["layer"] for r in worst_first(rows[-4:], "c")]
+    assert few == ["all", "l13", "l12", "none"]
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,16 @@ def test_a_layer_without_any_gradient_has_no_magnitudes_no_norm_and_no_fit(tmp_p
     assert "no finite non-zero element" in stored["fits"]["laplace"]["flags"][1]
 
 
+def test_elements_that_are_zero_and_that_are_no_number_are_counted_apart():
+    x = np.random.default_rng(0).laplace(size=500)
+    x[:6] = 0, 0, 0, np.nan, np.nan, np.inf
+    (series,) = gathered({"w": x}, rules=("exact",))
+    assert [series.arrays[name][0, 0] for name in ("zeros", "nonfinite")] == [3, 3]
+    x[0] = 1
+    (series,) = gathered({"w": x}, rules=("exact",))
+    assert [series.arrays[name][0, 0] for name in ("zeros", "nonfinite")] == [2, 3]
+
+
 def test_ranks_have_in_common_what_agreement_says_and_their_union_is_counted():
     trace = DATA / "ranks" / "resnet8.zarr"
     steps = gradstats.open_trace(trace).steps()[:2]

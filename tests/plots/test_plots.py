@@ -39,6 +39,18 @@ def line(ax, label):
     return next(x for x in ax.lines if x.get_label() == label).get_xydata()
 
 
+def band_at(ax, x):
+    """Return the ends of the first band at a place."""
+    corners = ax.collections[0].get_paths()[0].vertices
+    ys = [y for at, y in corners if at == pytest.approx(x, rel=1e-3)]
+    return min(ys), max(ys)
+
+
+def ticks_of(ax):
+    names = [t.get_text() for t in ax.get_yticklabels()]
+    return dict(zip(ax.get_yticks(), names, strict=True))
+
+
 def labels(ax):
     return [x.get_label() for x in ax.lines if not x.get_label().startswith("_")]
 
@@ -71,21 +83,33 @@ def test_laws_of_the_rest_leave_room_for_zeros(ax):
     at, drawn = line(other, "Laplace").T
     assert np.allclose(drawn, f.magnitude.sf(at) / 2)
     assert line(other, "captured")[-1, 1] == pytest.approx(0.5, rel=1e-3)
+    plots.tail(X, [], without := Figure().subplots())
+    (low, high), (half_low, half_high) = (band_at(a, np.abs(X).max()) for a in (without, other))
+    assert (half_low, half_high) == pytest.approx((low / 2, high / 2), rel=1e-3)
 
 
 def test_magnitudes_and_what_is_left(ax):
     ordered = np.sort(np.abs(X).astype(float))[::-1]
-    plots.magnitude_decay({"x": X}, ax, window=(1, 500))
+    plots.magnitude_decay({"x": X}, ax, window=(3, 500))
     assert labels(ax) == ["x", *CONTROL_LABELS, "rank^(−½)"]
     drawn = line(ax, "x")
     assert (drawn[0, 0], drawn[-1, 0]) == (1, X.size)
     assert np.allclose(drawn[:, 1], ordered[drawn[:, 0].astype(int) - 1] / ordered[0], rtol=1e-3)
+    (window,) = ax.patches
+    assert (window.get_x(), window.get_x() + window.get_width()) == (3, 500)
+    ranks, slope = line(ax, "rank^(−½)").T
+    assert np.allclose(slope, 1 / np.sqrt(ranks))
+    # the quantiles of a uniform law are linear: rank k of n is 1 − (k − ½)/n of the largest
+    ranks, uniform = line(ax, "control: uniform").T
+    assert np.allclose(uniform, 1 - (ranks - 1) / X.size, atol=1 / X.size)
     other = Figure().subplots()
     plots.best_k_error({"x": X}, other)
     assert labels(other) == ["x", *CONTROL_LABELS]
     for k, left in line(other, "x")[::100]:
         expected = np.sqrt((ordered[int(k) :] ** 2).sum() / (ordered**2).sum())
         assert left == pytest.approx(expected, rel=1e-3)
+    ranks, uniform = line(other, "control: uniform")[:-1].T  # nothing is left of the last
+    assert np.allclose(uniform, (1 - ranks / X.size) ** 1.5, atol=0.01)
 
 
 def test_local_exponent(ax):
@@ -94,6 +118,8 @@ def test_local_exponent(ax):
     found = local_exponents(X, 1)
     assert len(found) > 3
     assert np.allclose(line(ax, "x"), [((e.first * e.last) ** 0.5, e.p) for e in found])
+    for (at, _), e in zip(line(ax, "x"), found, strict=True):
+        assert band_at(ax, at) == pytest.approx((e.p_low, e.p_high))
 
 
 def test_window_exponent(ax):
@@ -114,12 +140,16 @@ def test_peaks(ax):
     plots.mean_excess(2 * X, ax, label="2x")
     rows = pot.mean_excess(X)
     assert np.allclose(line(ax, "x"), [(r.threshold, r.mean) for r in rows])
+    for r in rows:
+        assert band_at(ax, r.threshold) == pytest.approx((r.low, r.high))
     assert len({tuple(x.get_color()) for x in ax.lines}) == 2
     other = Figure().subplots()
     plots.parameter_stability(X, other, label="x")
     plots.parameter_stability(X, other, label="again")
     rows = pot.parameter_stability(X)
     assert np.allclose(line(other, "x"), [(r.ratio, r.c) for r in rows])
+    for r in rows:
+        assert band_at(other, r.ratio) == pytest.approx((r.c_low, r.c_high))
     assert other.xaxis_inverted()
 
 
@@ -214,10 +244,8 @@ def test_order_statistics_give_the_bands(ax):
     assert inside == pytest.approx(0.95, abs=0.02)
     other = Figure().subplots()
     plots.tail(X, [], other)
-    corners = other.collections[0].get_paths()[0].vertices
-    shares = [y for x, y in corners if x == pytest.approx(ordered[0], rel=1e-3)]
-    assert min(shares) == pytest.approx(-np.log(0.975) / X.size, rel=1e-3)
-    assert max(shares) == pytest.approx(-np.log(0.025) / X.size, rel=1e-3)
+    expected = -np.log([0.975, 0.025]) / X.size
+    assert band_at(other, ordered[0]) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +265,10 @@ def test_maps_of_layers(ax, by_layer):
     means = by_layer["mean"].sel(layer=names)
     assert np.allclose(ax.lines[0].get_xdata(), means.median(["step", "rank"]), equal_nan=True)
     assert [t.get_text() for t in ax.get_yticklabels()] == names
+    ends = np.transpose([means.min(["step", "rank"]), means.max(["step", "rank"])])
+    for i, segment in enumerate(ax.collections[0].get_segments()):
+        expected = [] if np.isnan(ends[i]).any() else [(ends[i, 0], i), (ends[i, 1], i)]
+        assert [tuple(point) for point in segment] == expected, names[i]
     top, bottom = ax.get_ylim()[::-1]
     assert top < bottom  # the first layer is at the top
     other = Figure().subplots()
@@ -345,6 +377,15 @@ def test_delta_counts_what_breaks_the_assumption(ax, layers):
     name = "l0" if layers == 2 else "largest"
     assert line(ax, name) == pytest.approx(np.array([[1, 0.2], [6, 1.2]]))
     assert ax.get_ylim()[1] >= 1.2
+
+
+def test_of_many_layers_the_largest_delta_and_the_median_have_lines(ax):
+    rows = [
+        {"layer": f"l{i}", "step": s, "delta": 0.2 * s + i / 100} for i in range(21) for s in (6, 1)
+    ]
+    plots.lags_delta(rows, ax)
+    assert line(ax, "largest") == pytest.approx(np.array([[1, 0.4], [6, 1.4]]))
+    assert line(ax, "median") == pytest.approx(np.array([[1, 0.3], [6, 1.3]]))
 
 
 def test_times_are_in_milliseconds(ax):
@@ -637,6 +678,8 @@ def test_computing_is_the_same_for_all_and_its_noise_is_shaded(ax):
     (band,) = [p for p in ax.patches if "measured" in p.get_label()]
     assert (band.get_x(), band.get_x() + band.get_width()) == pytest.approx((300, 400))
     assert band.get_label() == "compute, measured: 300 to 400 ms"
+    ticks = ticks_of(ax)
+    assert [ticks[round(p.get_y() + p.get_height() / 2)] for p in ax.containers[1]] == [*"abc"]
 
 
 def test_every_block_of_a_timeline_is_named(ax):
@@ -653,7 +696,7 @@ def test_every_block_of_a_timeline_is_named(ax):
     for text, row in zip(ax.texts, rows, strict=True):
         x, y = text.get_position()
         assert x == pytest.approx(1e3 * ((row["start"] + row["end"]) / 2 - 1))
-        assert round(y) == ("backward", "communicate").index(row["lane"])
+        assert ticks_of(ax)[round(y)] == row["lane"]
         low, high = sorted(ax.get_ylim())
         assert low < y < high
 
@@ -689,6 +732,9 @@ def test_speedups_of_few_records(ax):
     assert labels(ax) == ["topk, 0.01"]
     with pytest.raises(InputError, match="no records"):
         plots.speedup([], ax)
+    rows = [row | {"compressor": f"c{i}", "rate": 10.0, "speedup": float(i)} for i in range(1, 11)]
+    plots.speedup(rows, other := Figure().subplots())
+    assert labels(other) == [f"c{i}, 0.01" for i in (10, 9, 8, 7, 6, 5, 4, 3)]
 
 
 def test_a_grey_stays_grey_in_a_png(ax):

@@ -14,12 +14,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import DATA
-from support.traces import LAYERS, trace_of_steps, write_shards
+from support.traces import LAYERS, trace_of_steps, write, write_shards
 
 import gradstats
 from gradstats import report
 from gradstats.analysis.closest import evenly, law_pairs
+from gradstats.analysis.drift import dataset_of
 from gradstats.analysis.info import info_records
+from gradstats.analysis.quality import summarise
+from gradstats.analysis.verdicts import compressor_did, sound_elements
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
 from gradstats.report import measured, sections, write_report
@@ -27,7 +30,7 @@ from gradstats.report.questions import QUESTIONS, SHOULD
 from gradstats.statistics.compressibility import Ruling, control
 from gradstats.statistics.laws import LAWS
 from gradstats.trace import TraceWriter, create_trace
-from gradstats.trace.sources import ArraySource, open_source, open_sources
+from gradstats.trace.sources import ArraySource, Subset, open_source, open_sources
 
 
 class Page(HTMLParser):
@@ -88,8 +91,20 @@ def test_it_loads_nothing(page, path):
 
 def test_every_image_says_what_it_shows(page):
     images = page.all("img")
-    assert len(images) >= 7
-    assert all(len(image["alt"]) > 40 for image in images)
+    shown = (
+        "The training as one picture",
+        "Sorted magnitudes",
+        "Mean excess (rising: heavy) and shape ξ of the excesses by threshold at step 2999",
+        "Density, tail and Q–Q of the gradient at step 10 ",
+        "Density, tail and Q–Q of the gradient at step 2999 ",
+        "Kept over asked for, and the interval",
+        "Kept over asked for at ratio 0.001",
+        "Scale and tail of the gradient by layer",
+        "Loss of resnet20",
+    )
+    for image, text in zip(images, shown, strict=True):
+        assert image["alt"].startswith(text)
+        assert len(image["alt"]) > 40
 
 
 def test_links_lead_to_places_on_the_page(page):
@@ -257,6 +272,25 @@ def test_ranks_that_are_missing_are_of_the_world(tmp_path):
         write_shards(tmp_path / "run.zarr", [0], rank=rank, world=2, kinds=("gradient",))
     rows = {row["question"]: row for row in gradstats.report(tmp_path / "run.zarr")}
     assert "rank 2, 3 of 4 not captured" in rows["Is the data sound?"]["numbers"]
+
+
+def test_gradients_with_any_nan_are_those_of_all_ranks(tmp_path):
+    create_trace(tmp_path / "run.zarr", LAYERS, world_size=2)
+    for rank, (steps, bad) in enumerate([(3, (0, 2)), (5, (1,))]):
+        writer = TraceWriter(tmp_path / "run.zarr", rank)
+        for step in range(steps):
+            values = np.ones(620, np.float32)
+            values[:4] = np.nan if step in bad else 1
+            writer.append(step, {"gradient": values})
+        writer.close()
+    source = open_source(tmp_path / "run.zarr")
+    ledger = measured._ledger(source, info_records(source), range(5), None)
+    said = sound_elements(ledger, 620, 2, [], 2).headline
+    assert said.startswith(
+        "4 elements NaN or infinite in the worst step (0.65\N{NO-BREAK SPACE}%), "
+        "with any in 3 gradients; "
+    )
+    assert said.endswith("; ranks have 3 to 5 steps")
 
 
 def _contrast(one, other):
@@ -451,23 +485,61 @@ def test_a_training_is_one_picture_of_each_kind(monkeypatch):
 
 def test_thresholds_are_drawn_over_the_steps_at_the_smallest_ratio(monkeypatch):
     """Each kind by itself, without the rules that count: they would be a line at 1."""
-    drawn = []
+    drawn, bars = [], []
     monkeypatch.setattr(
         gradstats.plots, "quality_over_steps", lambda rows, ax, title: drawn.append((title, rows))
     )
-    monkeypatch.setattr(gradstats.plots, "quality_bars", lambda *_, **__: None)
+    monkeypatch.setattr(
+        gradstats.plots, "quality_bars", lambda rows, ax, title: bars.append((title, rows))
+    )
     source = open_source(DATA / "resnet20-ef.zarr")
     rules = ["exact", "sidco-e"]
     series = list(gradstats.quality_series(source, measured.RATIOS, rules))
     kinds = ["gradient", "corrected"]
+    quality = summarise(series)
     sections._thresholds(
-        SimpleNamespace(source=source, kinds=kinds, steps=[10, 100], quality=[], series=series)
+        SimpleNamespace(source=source, kinds=kinds, steps=[10, 100], quality=quality, series=series)
     )
+    wanted = [r for r in quality if r["estimator"] == "sidco-e"]
+    assert bars == [(kind, [r for r in wanted if r["kind"] == kind]) for kind in kinds]
     assert [title for title, _ in drawn] == kinds
     for kind, rows in drawn:
         assert {(r["kind"], r["estimator"], r["ratio"]) for r in rows} == {
             (kind, "sidco-e", min(measured.RATIOS))
         }
+
+
+def test_tails_and_layers_are_those_of_each_kind(monkeypatch):
+    """Kinds of different scale share the axes of the mean excess: each is divided by its mean."""
+    means, maps = {}, []
+    monkeypatch.setattr(
+        gradstats.plots, "mean_excess", lambda m, ax, label: means.update({label: m.mean})
+    )
+    for name in ("parameter_stability", "drift_map"):
+        monkeypatch.setattr(gradstats.plots, name, lambda *_, **__: None)
+    monkeypatch.setattr(
+        gradstats.plots,
+        "layer_map",
+        lambda data, name, ax: maps.append((str(data["kind"].values), name)),
+    )
+    source = open_source(DATA / "resnet20-ef.zarr")
+    kinds = ["gradient", "corrected"]
+    training = dataset_of(source, Subset([100], [0], per_layer=True), ratios=[0.01])
+    m = SimpleNamespace(source=source, rank=0, kinds=kinds, shown=[100], training=training)
+    m.peaks = m.tails = []
+    reduced = {f"{k}, step 100": sketch(source.read(0, k, 100).values) for k in kinds}
+    sections._tail(m, reduced)
+    assert means == pytest.approx(dict.fromkeys(kinds, 1.0))
+    sections._layers(m)
+    assert maps[:2] + maps[-2:] == [(k, name) for k in kinds for name in ("mean", "shape")]
+
+
+def test_a_trace_of_an_older_kind_says_what_was_kept(tmp_path):
+    """Of 620 elements and a ratio of 0.1, of which 124 were kept: twice k."""
+    create_trace(tmp_path / "run.zarr", LAYERS, metadata={"ratio": 0.1})
+    write(tmp_path / "run.zarr", [124])
+    live = measured._run(open_source(tmp_path / "run.zarr"), 0)[2]
+    assert compressor_did(live, None, 620).headline == "The compressor: k̂/k = 2.00 (2.00 to 2.00)"
 
 
 @pytest.mark.parametrize(

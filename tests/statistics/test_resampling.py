@@ -32,6 +32,14 @@ def test_interval_of_a_mean_covers(n, rho):
     assert naive / 600 < 0.8 or rho == 0
 
 
+def test_an_interval_excludes_zero_where_its_p_value_is_below_its_level():
+    rng = np.random.default_rng(3)
+    known = [mean_interval(0.2 + rng.standard_normal(40)) for _ in range(200)]
+    clear = [found.p_value < 0.05 for found in known]
+    assert clear == [found.low > 0 or found.high < 0 for found in known]
+    assert 20 < sum(clear) < 180
+
+
 def test_variance_is_that_of_the_bootstrap():
     """The mean of n/b circular blocks drawn with replacement; n/b − 1 for n/b as of a sample variance."""
     rng = np.random.default_rng(2)
