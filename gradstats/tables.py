@@ -59,8 +59,6 @@ _HEADERS = {
     "compute": "compute ms",
     "rate": "Mbit/s",
     "slope": "slope per 100 steps",
-    "change_low": "change ÷ low",
-    "change_high": "change ÷ high",
     "acf1": "autocorrelation",
 }
 """Headings of terminal tables where a field's name has no unit or is SciPy's."""

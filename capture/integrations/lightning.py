@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +94,17 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
                 "fully_shard()"
             )
         self._loss = 0.0  # of a training that failed while it accumulated
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         # the strategy's model: DDP or sharded, where pl_module is bare
-        self._open(trainer.strategy.model, trainer.global_step, scaler, list(trainer.optimizers))
+        model, optimizers = trainer.strategy.model, list(trainer.optimizers)
+        self._open(model, trainer.global_step, _scaler(trainer), optimizers)
 
     def on_before_backward(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
         """Add up the loss of the step."""
-        # detached, or the graph of every micro-batch would be kept
-        self._loss = self._loss + loss.detach()
+        scaler = _scaler(trainer)
+        # the precision plugin has multiplied it already; detached, or the graph of every micro-batch would be kept
+        self._loss = self._loss + loss.detach() / (1.0 if scaler is None else scaler.get_scale())
 
     def on_before_optimizer_step(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -146,10 +147,14 @@ class MonitorCallback(TrainerMonitor, Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule
     ) -> None:
         """Make the monitor."""
-        if self._log is None and trainer.logger is not None:
-            logger = trainer.logger
-            self._log = lambda values: logger.log_metrics(values, trainer.global_step)
-        self._watch(trainer.strategy.model, trainer.global_step)
+        log, logger = self._log, trainer.logger
+        if log is None and logger is not None:
+            # of this training: the next one may have another logger
+
+            def log(values: Mapping[str, float]) -> None:
+                logger.log_metrics(values, trainer.global_step)
+
+        self._watch(trainer.strategy.model, trainer.global_step, log, _scaler(trainer))
 
     def on_before_optimizer_step(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -157,3 +162,8 @@ class MonitorCallback(TrainerMonitor, Callback):  # type: ignore[misc]
         """Take the step."""
         assert self.monitor is not None
         self.monitor.step()
+
+
+def _scaler(trainer: Trainer) -> Any:
+    """Return the loss scaler of a training, if it has one."""
+    return getattr(trainer.precision_plugin, "scaler", None)

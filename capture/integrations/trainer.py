@@ -149,7 +149,9 @@ class TrainerMonitor:
         """
         return self.monitor is not None and self.monitor.triggered(step)
 
-    def _watch(self, model: nn.Module, start_step: int) -> None:
-        self.monitor = Monitor(
-            model, self._log, self._every, start_step=start_step, **self._options
-        )
+    def _watch(
+        self, model: nn.Module, start_step: int, log: Any = None, scaler: Any = None
+    ) -> None:
+        options = {"scaler": scaler, **self._options}
+        log = self._log if log is None else log
+        self.monitor = Monitor(model, log, self._every, start_step=start_step, **options)

@@ -20,6 +20,7 @@ from gradstats.errors import InputError
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.gradient import Pair, logical, pairs_of
 from gradstats.hooks.torch_private import (
+    NESTED,
     GradBucket,
     backward_pass,
     comm_hooks,
@@ -36,10 +37,6 @@ _CARRIED = (
     "gradients are exchanged several times a step, after each of its backward passes: the gradient recorded is the sum "
     "of this rank's own, and 'corrected' is what the last exchange compressed, which contains what the others brought "
     "from all ranks; exchange once a step (ddp.no_sync() around all but the last forward and backward pass)"
-)
-_NESTED = (
-    "reentrant activation checkpointing cuts the backward pass into parts, and DDP's buckets come in several of them; "
-    "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 )
 _UNAPPLIED = (
     "no optimizer took the gradients of an exchange before others replaced them (a skipped step, the generator's pass "
@@ -194,7 +191,7 @@ class BucketTap(Tap):
             recorder = self._recorder
             if recorder.active and recorder.phase is Phase.OPEN and nested_backward():
                 recorder.drop()
-                recorder.stop(InputError(_NESTED))
+                recorder.stop(InputError(NESTED))
             self._reached |= self._passing
             self._passing.clear()
             if recorder.phase is Phase.OPEN:
@@ -230,7 +227,11 @@ class BucketTap(Tap):
             return
         hooks = comm_hooks(ddp)
         # without any hook only once a pass has run: until then it may still be registered
-        if (not hooks and self._watch.fired) or any(hook is self._hook for hook, _ in hooks):
+        if (not hooks and self._watch.fired) or any(
+            # a capture that this one wraps has the same hook as this one itself
+            hook is self._hook and (state is self._state or not hasattr(self._state, "wrap"))
+            for hook, state in hooks
+        ):
             name = getattr(self._hook, "__name__", "hook")
             raise InputError(
                 "the hook that capture.wrap() returned is not registered on the DDP model: write "

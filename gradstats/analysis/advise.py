@@ -362,9 +362,10 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
     if len(steps_of) > 1 and common and not source.sketched(first, kind):
         # the last record is that of all steps and the whole gradient
         compared = agreement(source, kinds=[kind], steps=evenly(common, _MOST_STEPS))
-        cosine = compared[-1]["cosine"]
-        # ranks that hold the same gradient, as after averaging, do not tell how workers differ
-        properties["cosine"] = cosine if cosine < _SAME else math.nan
+        # not known where a rank's gradient is of zeros at every step
+        if not math.isnan(cosine := compared[-1]["cosine"]):
+            # ranks that hold the same gradient, as after averaging, do not tell how workers differ
+            properties["cosine"] = cosine if cosine < _SAME else math.nan
     return kind, properties
 
 
@@ -534,7 +535,7 @@ def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, An
     if not enough:
         reason = f"in fewer than {FEWEST_ALIKE} such trainings"
     elif acceptable:
-        reason = f"within {100 * tolerance:g} % in all of them"
+        reason = f"at most {100 * tolerance:g} % above dense in all of them"
     elif high >= DIVERGED:
         reason = f"at no finite loss, in {worst}"
     else:

@@ -38,15 +38,21 @@ class Comparison(Records):
         such in the order of the model), error, cause. None if there is none.
     unmatched : (list of str, list of str)
         Parameters that only A, and that only B has.
+    compared : int
+        Number of gradients that were compared, of all steps, ranks and kinds.
+    held : (int, int)
+        Numbers of those that A and B have, of the steps, ranks and kinds looked at.
     """
 
     first: dict[str, Any] | None = None
     unmatched: tuple[list[str], list[str]] = ([], [])
+    compared: int = 0
+    held: tuple[int, int] = (0, 0)
 
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
-        return first_difference(self.first, self.unmatched)
+        return first_difference(self.first, self.unmatched, self.compared, self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,8 @@ class _Side:
     source: Source
     places: list[slice]
     keys: dict[tuple[int, Kind], list[Key]]
+    held: int
+    """Number of its gradients, also those that the other side lacks."""
 
     def parts(self, key: Key, layers: range) -> Iterator[NDArray[np.floating[Any]]]:
         """Yield some layers of one gradient, read at once where they lie close together."""
@@ -139,6 +147,8 @@ def compare(
     worlds = [s.source.trace.world_size if isinstance(s.source, TraceSource) else 0 for s in sides]
     found = Comparison()
     found.unmatched = unmatched
+    found.compared = sum(len(one.ranks) for one in measured.values())
+    found.held = sides[0].held, sides[1].held
     for (step, kind, rank), causes in explain(measured, worlds, tolerance).items():
         one = measured[step, kind]
         at = one.ranks.index(rank)
@@ -214,7 +224,12 @@ def _aligned(
         common = [key for key in keys[0] if key in keys[1]]
     # in the order of steps: causes look at the step before
     sides = tuple(
-        _Side(s, [table[n].slice for n in names], {key: k[key] for key in sorted(common)})
+        _Side(
+            s,
+            [table[n].slice for n in names],
+            {key: k[key] for key in sorted(common)},
+            sum(map(len, k.values())),
+        )
         for s, table, k in zip((a, b), tables, keys, strict=True)
     )
     # parameters in A's order, with A's shapes

@@ -439,6 +439,8 @@ def _record(key: tuple[int, str], total: _Change, pairs: int, dtype: str) -> dic
     numel = total.numel
     sizes = {name: round(size / pairs) for name, size in total.sizes.items()}
     norm = math.sqrt(total.weight)
+    # of weights that do not move nothing is predicted
+    law = max(total.laws, key=lambda name: (name != "none", total.laws[name]))
     return {
         "lag": lag,
         "pairs": pairs,
@@ -451,7 +453,7 @@ def _record(key: tuple[int, str], total: _Change, pairs: int, dtype: str) -> dic
         "rows": total.rows_changed / total.rows,
         **sizes,
         "predicted": total.predicted / numel,
-        "law": total.laws.most_common(1)[0][0],
+        "law": law,
         "update_to_weight": math.sqrt(total.square) / norm if norm else math.nan,
         "rms_update": math.sqrt(total.square / numel),
     }

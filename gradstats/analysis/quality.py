@@ -32,6 +32,7 @@ from gradstats.trace.sources import Source, Subset, layer_parts, open_source
 __all__ = [
     "EMPTY",
     "INFINITE",
+    "QUANTILES",
     "by_step",
     "differences",
     "each_record",
@@ -49,6 +50,8 @@ __all__ = [
 ]
 
 Options: TypeAlias = Mapping[str, Mapping[str, Any]]
+QUANTILES = "5 % to 95 %"
+"""What :func:`spread_of` says of quantiles."""
 _FEWEST_FOR_QUANTILES = 20
 """Values below which the 5 % and 95 % quantiles lie between the two outermost ones."""
 
@@ -127,7 +130,7 @@ def spread_of(count: int) -> str:
     count : int
         Number of values.
     """
-    return "least to largest" if count < _FEWEST_FOR_QUANTILES else "5 % to 95 %"
+    return "least to largest" if count < _FEWEST_FOR_QUANTILES else QUANTILES
 
 
 @shares(Spread)

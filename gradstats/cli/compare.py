@@ -30,8 +30,8 @@ COMPARE = Table(
 )
 AGREEMENT = Table(
     "Ranks against each other (no step: over all steps). signs: share that agrees; overlap: of two ranks' largest k; "
-    "union: positions of all ranks' largest k, ÷ k; explained: share of the squared norm that their mean has; "
-    "noise scale: about the batch beyond which a larger one brings little (inf: no common signal is seen)",
+    "union: positions that --workers would select together, ÷ k; explained: share of the squared norm that their mean "
+    "has; noise scale: about the batch beyond which a larger one brings little (inf: no common signal is seen)",
     (
         *("step", "kind", "layer", "cosine", "signs", "overlap", "union", "explained"),
         *("noise_scale", "low", "high", "union_low", "union_high"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -46,7 +47,8 @@ SMALLEST = Table(
     ("trace", "kind"),
 )
 DELTA = Table(
-    "What changed, by lag; predicted: what a law of the update says of bf16; update ÷ weight: of norms",
+    "What changed, by lag; predicted: what a law of the update says of bf16, or of fp16 as dtype; update ÷ weight: of "
+    "norms",
     (
         *("dtype", "lag", "layer", "numel", "changed", "changed_bf16", "changed_fp8", "predicted"),
         *("rows", "update_to_weight", "law"),
@@ -168,12 +170,9 @@ def wire(  # numpydoc ignore=PR01
                 answers.append(f"{each.name}, {of}: {records.verdict(limit, kind=of)}.")
                 if brief:
                     names = dict.fromkeys(r["layer"] for r in records)
-                    best = [records.smallest(limit, kind=of, layer=name) for name in names]
-                    found += [r for r in best if r is not None]
-                    if left := [n for n, r in zip(names, best, strict=True) if r is None]:
-                        note(
-                            f"no format stays below {limit:g} in {len(left)} layers, such as {left[0]}"
-                        )
+                    best = {n: records.smallest(limit, kind=of, layer=n) for n in names}
+                    found += [r for r in best.values() if r is not None]
+                    _note_left(limit, [r for r in records if r["kind"] == of], best)
             if not brief:
                 found += records
         return found
@@ -193,6 +192,18 @@ def wire(  # numpydoc ignore=PR01
     left_out = sum(r["nonfinite"] for r in records if r["layer"] == "all")
     if format == "table" and left_out:
         note("elements that are no number count as zero: the field nonfinite says how many")
+
+
+def _note_left(limit: float, records: Records, best: Mapping[str, object]) -> None:
+    """Say of which layers no format stays below a limit; the verdict says it of the whole gradient."""
+    # as of the smallest, the sum of the ranks decides; of zeros no format has an error
+    ranks = max(r["ranks"] for r in records)
+    known = {r["layer"] for r in records if r["ranks"] == ranks and not isnan(r["worst"])}
+    left = [name for name, r in best.items() if r is None and name in known - {"all"}]
+    if len(left) == 1:
+        note(f"no format stays below {limit:g} in {left[0]}")
+    elif left:
+        note(f"no format stays below {limit:g} in {len(left)} layers, such as {left[0]}")
 
 
 def delta(  # numpydoc ignore=PR01

@@ -125,7 +125,7 @@ def plan(  # numpydoc ignore=PR01
     ] = 0,
     figure: Annotated[
         Path | None,
-        typer.Option(help="Draw the speed-up over dense to this file.", metavar="FILE.pdf"),
+        typer.Option(help="Draw the speed-up over the baseline to this file.", metavar="FILE.pdf"),
     ] = None,
     measured: Annotated[
         Path | None,
@@ -140,12 +140,13 @@ def plan(  # numpydoc ignore=PR01
     """Predict the time of a step with each compressor on a cluster, and recommend the simplest of the fastest.
 
     A threshold rule is priced with the elements that it keeps of the source's gradients; one that keeps fewer than k is
-    recommended only if it would be as fast with k. pays: the bandwidths at which a compressor is faster than dense.
+    recommended only if it would be as fast with k. pays: the bandwidths at which one is faster than the baseline.
 
     With --local-steps: the share of the time that is spent computing (utilisation), and the Mbit/s that 50, 75, 90, 95
     and 99 % of it take, with pseudo-gradients in place of gradients.
     """
     from gradstats import network
+    from gradstats.analysis.verdicts.plans import ALIKE
     from gradstats.collectives.codec import PLAIN, Codec
     from gradstats.console import progress_bar
     from gradstats.network.rates import format_rate, parse_rate
@@ -185,6 +186,8 @@ def plan(  # numpydoc ignore=PR01
         columns = ["local_steps", "compressor", "ratio", "seconds", "utilisation", *needed]
     if (indices, values) != ("plain", "float32"):
         columns += ["bytes"] if local else ["bytes", "codec_pays"]
+    # what compressors are compared with is dense averaging, too, if in bfloat16
+    dense = "dense" if baseline == "none" else records[0]["baseline"]
     advise = network.local_advice if local else network.advice
     # groupby needs equal keys to be adjacent: plan orders records by workers and rate
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
@@ -194,7 +197,7 @@ def plan(  # numpydoc ignore=PR01
             title = (
                 f"{at} in ms, the share of it that is computing, and the Mbit/s that so many percent take"
                 if local
-                else f"{at}, in ms with 95 % intervals; pays: at which Mbit/s it is faster than dense"
+                else f"{at}, in ms with 95 % intervals; pays: at which Mbit/s it is faster than {dense}"
             )
             emit(list(map(_shown, each)), format, None, columns=columns, title=title, group_by=())
             width = shutil.get_terminal_size().columns
@@ -213,7 +216,9 @@ def plan(  # numpydoc ignore=PR01
     if unknown := sorted({r["compressor"] for r in records if not r["measured"]}):
         note(f"Selection not measured, and so not ranked: {', '.join(unknown)}.")
     if not local and any("?" in _shown(r)["pays"] for r in records):
-        note("?: by the prediction alone; at this rate it cannot be told from dense.")
+        note(
+            f"?: by the prediction alone; at this rate it may be within {100 * ALIKE:g} % of {dense}."
+        )
     if link is not None:
         note(assumed_link(cluster))
     # measured steps include the wait for the slowest

@@ -306,7 +306,9 @@ def _from_traces(path: Path, per_layer: bool) -> Records:
             # bytes add up within a rank, over its captured steps
             sent = accumulate(r.get("bytes", 0) / 1e6 for r in rows)
             records += [
-                row | labels | {"loss": losses[row["step"]], "megabytes": megabytes}
+                row
+                | labels
+                | {"loss": losses[row["step"]], "megabytes": megabytes, "sampled": True}
                 for row, megabytes in zip(rows, sent, strict=True)
             ]
     if not records:

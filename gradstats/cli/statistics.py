@@ -69,7 +69,7 @@ FITS = Table(
     ("trace", "kind"),
 )
 CLOSEST = Table(
-    "The nearest model, fitted at the last step; its errors are those on the data that it was fitted to",
+    "The nearest model, fitted at the steps shown; its errors are those on the data that it was fitted to",
     (
         *("trace", "step", "rank", "kind", "layer", "model", "method", "params", "ks"),
         "tail_error",
@@ -104,14 +104,13 @@ CHOICE = Table(
     ("trace", "kind", "step"),
 )
 TAILS = Table(
-    "Tail shapes ξ by layer, from n excesses, heaviest first, 95 % intervals; p: of ξ = 0, corrected (Holm) for the "
-    "number of layers",
+    "Tail shapes ξ by layer, from n excesses, 95 % intervals; p: of ξ = 0, corrected (Holm) for the number of layers",
     ("trace", "step", "rank", "kind", "layer", "n", "c", "c_low", "c_high", "p_holm"),
     ("trace", "kind", "step"),
 )
 DRIFT = Table(
     "Drift over n steps; slope: change per 100 steps, relative for positive quantities; acf1: correlation of "
-    "successive steps",
+    "successive steps; change: a step's value ÷ the last one's, of others minus it",
     (
         *("trace", "quantity", "kind", "layer", "n", "low", "high", "slope"),
         *("acf1", "change_low", "change_high"),
@@ -338,10 +337,10 @@ def compressibility(  # numpydoc ignore=PR01
         return
     DECAY.emit(records, format, output)
     if format == "table":
-        undecided = Counter(r["reason"] for r in records if r["compressible"] is None)
-        for reason, n in undecided.items():
-            note(f"compressible –, {n} of {len(records)}: {reason}")
         taken = [r for r in records if r["trace"] != "control"]
+        undecided = Counter(r["reason"] for r in taken if r["compressible"] is None)
+        for reason, n in undecided.items():
+            note(f"compressible –, {n} of {len(taken)}: {reason}")
         for reason, n in Counter(r["dependence"] for r in taken if r["dependence"]).items():
             note(f"runs –, {n} of {len(taken)}: {reason}")
 
@@ -431,9 +430,10 @@ def pot(  # numpydoc ignore=PR01
     shown = records
     if brief and by_layer:
         shown = worst_first(records, "c", ("pooled", "normalised"))
+        table = replace(table, title=f"{table.title}; heaviest first")
     table.emit(shown, format, output)
     _note_rest(records, shown)
-    note_statuses(records, format, "layer" if table is TAILS else "ratio")
+    note_statuses(records, format, "layer" if by_layer else "ratio")
     if choose and not by_layer and format == "table":
         _note_choices(records)
 
@@ -481,9 +481,9 @@ def drift(  # numpydoc ignore=PR01
 
     First what changed from the first step to the last, by a fitted line with its 95 % interval. low–high: 90 % of steps
     and ranks, all of them below twenty. slope: relative change per 100 steps (JSON and CSV have its interval, which is
-    not given near a unit root). acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles
-    of a step's value over the last one's. These take twenty steps: capture sketches of every step (gradstats capture
-    --store sketches --every 1).
+    not given near a unit root). acf1: autocorrelation of lag one. change: 1 % and 99 % quantiles of a step's value over
+    the last one's, or minus it if not all are positive. These take twenty steps: capture sketches of every step
+    (gradstats capture --store sketches --every 1).
     """
     from gradstats.analysis import drift
     from gradstats.analysis.verdicts import movement
@@ -508,9 +508,16 @@ def drift(  # numpydoc ignore=PR01
         f"{trace}, " * several + f"{k}: {movement(r)}" for (trace, k), r in reversed(firsts.items())
     ]
     DRIFT.emit(records, format, output, answers)
-    fewest = min((r["n"] for r in records), default=0)
-    if format == "table" and fewest < drift.FEWEST_STEPS:
+    few = [r for r in records if r["n"] < drift.FEWEST_STEPS]
+    if format != "table" or not few:
+        return
+    take = f"Trend, autocorrelation and change take {drift.FEWEST_STEPS} steps, and "
+    # steps without such a number, as of a layer of zeros, were captured all the same
+    captured = max(r["n"] + r["without"] for r in records)
+    if captured < drift.FEWEST_STEPS:
         note(
-            f"Trend, autocorrelation and change take {drift.FEWEST_STEPS} steps, and here are {fewest}: capture "
-            "sketches of every step (gradstats capture --store sketches --every 1)."
+            f"{take}here are {captured}: capture sketches of every step (gradstats capture --store sketches --every 1)."
         )
+        return
+    have = "row has" if len(records) == 1 else "rows have"
+    note(f"{take}{len(few)} of {len(records)} {have} fewer with such a number.")

@@ -69,6 +69,10 @@ class Background:
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, Any] = {}
 
+    def __reduce__(self) -> tuple[type[Background], tuple[()]]:
+        """Copy without the thread, which is of this process, as where a model is copied or saved with its hook."""
+        return Background, ()
+
     def submit(self, exchange: Callable[[], T], device: torch.device) -> Pending[T]:
         """Have an exchange run.
 

@@ -125,6 +125,14 @@ class Applied:
             if any("exp_avg_sq" in values for values in optimizer.state.values())
         ]
 
+    def with_momentum(self) -> list[str]:
+        """Return the kinds of those optimizers that have a momentum."""
+        return [
+            type(optimizer).__name__
+            for optimizer in self.optimizers
+            if any(group.get("momentum") for group in optimizer.param_groups)
+        ]
+
     def before(self, parameters: set[int]) -> None:
         """See an optimizer begin a step.
 

@@ -104,6 +104,16 @@ class Fragment:
         """Take the parameters as they are for those of the last exchange."""
         self.anchors = {n: local_values(p).clone() for n, p in self.named}
 
+    def moved(self) -> bool:
+        """Tell whether a parameter is not its anchor: another value, dtype or device."""
+        for name, parameter in self.named:
+            values, anchor = local_values(parameter), self.anchors[name]
+            if (values.dtype, values.device) != (anchor.dtype, anchor.device):
+                return True
+            if not torch.equal(values, anchor):
+                return True
+        return False
+
     def holds(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter is one of the fragment's.
 

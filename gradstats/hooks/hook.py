@@ -22,6 +22,7 @@ from gradstats.hooks.gradient import pairs_of
 from gradstats.hooks.state import CompressionState
 from gradstats.hooks.step import HeldBucket, Step
 from gradstats.hooks.torch_private import (
+    NESTED,
     GradBucket,
     after_backward,
     backward_pass,
@@ -100,10 +101,7 @@ def compression_hook(
 def _end(state: CompressionState, step: Step) -> None:
     """Complete a step whose last bucket DDP has passed over."""
     if not step.ended and step.held and nested_backward():
-        raise InputError(
-            "the backward pass is cut into parts by reentrant activation checkpointing, and DDP's buckets come in "
-            "several of them: pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
-        )
+        raise InputError(NESTED)
     _exchange(state, step, skipped=True)
 
 

@@ -290,6 +290,11 @@ class LocalSteps(Facts):
         """Begin to count the optimizer's steps."""
         if self._optimizers.attached:
             raise InputError("this LocalSteps is entered already")
+        # the first exchange would count what was loaded as steps, and mostly take it back
+        if not (self.step or self._data_parallel) and any(f.moved() for f in self._fragments):
+            raise InputError(
+                "the model was changed, loaded or moved since LocalSteps was made: make LocalSteps after that"
+            )
         if self._data_parallel:
             self._optimizers.attach(self._average_gradients, self._count, 1, closures=False)
         else:

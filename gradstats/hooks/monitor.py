@@ -32,7 +32,12 @@ from gradstats.hooks.optimizers import (
 )
 from gradstats.hooks.spikes import FEWEST, LIMIT, WINDOW, Spikes, Trigger
 from gradstats.hooks.step import Scaler
-from gradstats.hooks.torch_private import innermost_optimizer, scaler_stages, unwrap
+from gradstats.hooks.torch_private import (
+    calling_scaler,
+    innermost_optimizer,
+    scaler_stages,
+    unwrap,
+)
 from gradstats.hooks.units import shard_groups
 from gradstats.hooks.updates import UPDATE_NAMES, StepUpdates
 from gradstats.primitives import Moments, moments
@@ -375,9 +380,11 @@ class Monitor(Facts):
             self._updates.before()
         # GradScaler puts it on a fused optimizer, which gets gradients with the scale still on
         scale = getattr(optimizer, "grad_scale", None)
+        scaler = calling_scaler() if self._scaler is None else self._scaler
 
         def scales() -> tuple[float, float]:
-            return 1.0 if scale is None else float(scale), self._present_scale(scale)
+            present = 1.0 if scaler is None else float(scaler.get_scale())
+            return (1.0, present) if scale is None else (float(scale), float(scale))
 
         return after_closure(arguments, options, partial(self._take, scales))
 
@@ -394,9 +401,7 @@ class Monitor(Facts):
         self.values |= {self._prefix + name: value for name, value in values.items()}
         self._logged()
 
-    def _present_scale(self, given: object = None) -> float:
-        if given is not None:
-            return float(given)  # type: ignore[arg-type]
+    def _present_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def _loss_scale(self) -> float:

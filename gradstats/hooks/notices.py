@@ -83,6 +83,20 @@ class Notices:
             "trainings and farther in others (docs/losses.md): compare with a dense run, as gradstats.Trial does",
         )
 
+    def twice(self, memory: str, optimizer: str) -> None:
+        """Say that two momenta are one behind the other.
+
+        Parameters
+        ----------
+        memory, optimizer : str
+            Kinds of the memory and of the optimizer.
+        """
+        self._say(
+            "twice",
+            f"{memory} steps before the exchange, and {optimizer} has moments of its own after it: the momentum counts "
+            "twice. Train with torch.optim.SGD without momentum, at the same learning rate",
+        )
+
     def _say(self, kind: str, text: str) -> None:
         if kind not in self._given:
             self._given.add(kind)

@@ -19,7 +19,7 @@ from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError
 from gradstats.hooks.agreement import Agreement, as_made, check_applied, described
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
-from gradstats.hooks.corrections import AdamCorrection
+from gradstats.hooks.corrections import AdamCorrection, MomentumCorrection
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
 from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
@@ -491,6 +491,14 @@ class CompressionState(Facts):
         if self.compressor.has_ratio and not isinstance(self.memory, NoMemory | AdamCorrection):
             for kind in setup.applied.adaptive():
                 self._notices.adaptive(kind)
+
+        if isinstance(self.memory, AdamCorrection | MomentumCorrection):
+            kinds = setup.applied.with_momentum()
+            # Adam behind a momentum is said above
+            if isinstance(self.memory, AdamCorrection):
+                kinds += setup.applied.adaptive()
+            for kind in kinds:
+                self._notices.twice(type(self.memory).__name__, kind)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressionState:
         """Return a state of its own, which exchanges in the same process group: groups cannot be copied."""

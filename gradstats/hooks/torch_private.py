@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from gradstats.errors import InputError
 
 __all__ = [
+    "NESTED",
     "GradBucket",
     "Unwrapped",
     "after_backward",
@@ -198,6 +199,13 @@ def backward_pass() -> int:
     In DDP's Join a hook is called without one.
     """
     return torch._C._current_graph_task_id()
+
+
+NESTED = (
+    "reentrant activation checkpointing cuts the backward pass into parts, and DDP's buckets come in several of them: "
+    "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+)
+"""What to do where :func:`nested_backward` ends before the exchange does."""
 
 
 def nested_backward() -> bool:

@@ -223,7 +223,7 @@ class Trial:
     ...             for p in model.parameters():
     ...                 p -= 0.1 * (p.grad.sign() if coarse else p.grad)
     >>> print(Trial(train, lambda model: True, steps=40).run().verdict.headline)
-    Refused: further than 2 % of the dense loss
+    Refused: more than 2 % above the dense loss
     """
 
     def __init__(

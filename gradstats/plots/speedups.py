@@ -31,7 +31,7 @@ def speedup(
     measured: Sequence[Mapping[str, Any]] = (),
     title: str | None = None,
 ) -> Axes:
-    """Draw how many times as fast as dense a step is, predicted, with 95 % intervals and measured points.
+    """Draw how many times as fast as the baseline a step is, predicted, with 95 % intervals and measured points.
 
     Intervals are bars in the colour of their line, at up to five places and beside each other.
 
@@ -46,7 +46,7 @@ def speedup(
         Field on the horizontal, logarithmic axis: bandwidth of the links (Mbit/s), or number of workers.
     measured : sequence of mapping, optional
         Records of measured steps: compressor, ratio, workers, rate, seconds; ``none`` is dense. Points are drawn where
-        dense was measured, too.
+        the baseline was measured, too.
     title : str, optional
         Title of the axes.
 
@@ -64,12 +64,14 @@ def speedup(
         raise InputError("there are no records of plan to draw")
     other = "workers" if at == "rate" else "rate"
     fixed = records[0][other]
+    unit = records[0].get("baseline", "none")
+    called = "dense" if unit == "none" else unit
     curves: dict[tuple[str, float | None, int], list[Mapping[str, Any]]] = {}
     # the fastest first: curves keep the order of their first record, and the first eight are drawn
     for record in sorted(records, key=lambda r: -r["speedup"]):
         steps = _local(record)
-        # dense is the unit; dense with local steps is a way of its own
-        if record["compressor"] != "none" or steps:
+        # the baseline is the unit; dense with local steps is a way of its own
+        if record["compressor"] != unit or steps:
             curves.setdefault((record["compressor"], record["ratio"], steps), []).append(record)
     # of what was planned only for other numbers there is no line
     curves = {
@@ -79,8 +81,8 @@ def speedup(
     }
     ways = {(ratio, steps) for _, ratio, steps in curves if ratio is not None or steps}
     there = [r for r in measured if r[other] == fixed]
-    # dense of the same place on the axis, without local steps, is what points are divided by
-    dense = {r[at]: r["seconds"] for r in there if r["compressor"] == "none" and not _local(r)}
+    # the baseline of the same place on the axis, without local steps, is what points are divided by
+    base = {r[at]: r["seconds"] for r in there if r["compressor"] == unit and not _local(r)}
     drawn = min(len(curves), _MOST_LINES)
     for i, ((name, ratio, steps), curve) in enumerate(islice(curves.items(), _MOST_LINES)):
         look = {"color": PALETTE[i], "ls": ("-", *LINES)[i % 5]}
@@ -100,11 +102,11 @@ def speedup(
         low, high = ([r[bound] for r in some] for bound in ("speedup_low", "speedup_high"))
         ax.vlines([r[at] * beside for r in some], low, high, color=colour, lw=1, alpha=0.7)
         points = [
-            (r[at], dense[r[at]] / r["seconds"])
+            (r[at], base[r[at]] / r["seconds"])
             for r in there
             if (r["compressor"], _local(r)) == (name, steps)
             and ratio in (None, r["ratio"])
-            and r[at] in dense
+            and r[at] in base
         ]
         if points:
             # a label with an underscore is in no legend: the line's own entry says it
@@ -114,7 +116,7 @@ def speedup(
     what = f"{fixed} workers" if other == "workers" else f"{fixed:,.6g} Mbit/s"
     if measured:
         what += ", points measured"
-    ax.set(xlabel=_LABELS[at], ylabel="times as fast as dense", xscale="log", yscale="log")
+    ax.set(xlabel=_LABELS[at], ylabel=f"times as fast as {called}", xscale="log", yscale="log")
     plain_log(ax.xaxis)
     plain_log(ax.yaxis)
     ax.legend(fontsize="small", title=what, title_fontsize="small", loc="upper right")

@@ -71,7 +71,7 @@ def _bands(records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes) 
     """Draw the means of each compressor over its seeds, and a band from the least to the largest."""
     for name in _distinct(records, "compressor"):
         mine = [r for r in records if r["compressor"] == name]
-        seeds = [[r for r in mine if r["seed"] == seed] for seed in _distinct(mine, "seed")]
+        seeds = [_first_rank(mine, seed) for seed in _distinct(mine, "seed")]
         points = range(min(map(len, seeds)))  # one that diverged, or was interrupted, ends early
         # runs are compared point by point, so all end with the shortest
         across = np.array([[float(seed[i][value]) for i in points] for seed in seeds])
@@ -83,6 +83,12 @@ def _bands(records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes) 
             ax.fill_between(
                 where, across.min(axis=0), across.max(axis=0), color=look["color"], alpha=0.15, lw=0
             )
+
+
+def _first_rank(records: Sequence[Mapping[str, Any]], seed: object) -> list[Mapping[str, Any]]:
+    """Return the records of one training, of the first of its ranks where it has several."""
+    one = [r for r in records if r["seed"] == seed]
+    return [r for r in one if r.get("rank") == one[0].get("rank")]
 
 
 def training_curves(
@@ -102,8 +108,9 @@ def training_curves(
     ----------
     records : sequence of mapping
         Records with compressor, seed, and the two quantities drawn; those of a compressor and seed in the order of the
-        steps. Trainings are compared point by point, up to the end of the shortest. A field ``floor`` is the noise
-        floor of k̂/k, drawn around 1.
+        steps. Trainings are compared point by point, up to the end of the shortest. With a field ``rank``, each is its
+        first rank's. A field ``floor`` is the noise floor of k̂/k, drawn around 1; ``sampled`` says that megabytes are
+        those of the captured steps alone.
     ax : matplotlib.axes.Axes
         Axes to draw on.
     value : {'loss', 'quality', 'residual_norm', 'matching_rate'}, optional
@@ -127,7 +134,8 @@ def training_curves(
         if given not in names:
             raise unknown("quantity", given, names)
     _bands(records, by, value, ax)
-    ax.set(xlabel=_SPENT[by], ylabel=_MEASURED[value])
+    sampled = " in the captured steps" if any(r.get("sampled") for r in records) else ""
+    ax.set(xlabel=_SPENT[by] + sampled * (by == "megabytes"), ylabel=_MEASURED[value])
     low, high = ax.dataLim.intervaly
     # only where all is positive and spans a decade
     if 0 < 10 * low < high:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gradstats.analysis.quality import QUANTILES
 from gradstats.primitives.ratio import RATIOS
 from gradstats.primitives.sketch import Sketch
 from gradstats.report.html import details, escape, figure, note, table
@@ -163,11 +164,12 @@ def _ledger(m: Measured) -> str:
 def _decay(m: Measured, reduced: dict[str, Sketch]) -> str:
     from gradstats import plots
 
+    counts = {sketched.magnitudes.count for sketched in reduced.values()}
+    # one element has no window of ranks
+    windows = sorted({default_window(count) for count in counts if count > 1})
+
     def draw(axes: Sequence[Axes]) -> None:
-        # one element has no window of ranks
-        plots.magnitude_decay(
-            reduced, axes[0], window=default_window(m.source.numel) if m.source.numel > 1 else None
-        )
+        plots.magnitude_decay(reduced, axes[0], window=windows[-1] if windows else None)
         plots.best_k_error(reduced, axes[1])
         plots.window_exponent(reduced, axes[2])
 
@@ -184,8 +186,9 @@ def _decay(m: Measured, reduced: dict[str, Sketch]) -> str:
         "window": "ranks",
         "compressible": "compressible",
     }
-    caption = "Sorted magnitudes (shaded: the ranks p is estimated on), the error of keeping the k largest, and p by "
-    caption += "window: where it crosses ½, the answer depends on the window. Grey: controls, which must fail."
+    of = " of that with most non-zero elements" if len(windows) > 1 else ""
+    caption = f"Sorted magnitudes (shaded: the ranks p is estimated on{of}), the error of keeping the k largest, and p "
+    caption += "by window: where it crosses ½, the answer depends on the window. Grey: controls, which must fail."
     return (
         "<h3>Is it compressible?</h3>"
         + figure(3, draw, caption, title=m.source.name)
@@ -302,8 +305,12 @@ def _thresholds(m: Measured) -> str:
 
     n = len(m.kinds)
     parts = ["<h3>Which threshold hits k?</h3>"]
+    # of fewer than 20 gradients, low and high are the least and the largest
+    whole = [r["spread"] != QUANTILES for r in quality]
+    of = "all gradients" if whole and all(whole) else "90 % of the gradients"
+    of += " (of all where they are fewer than 20)" if any(whole) and not all(whole) else ""
     caption = (
-        "Kept over asked for, and the interval of 90 % of the gradients; 1 is right. Grey: 1 ± 1.96/√k, what chance "
+        f"Kept over asked for, and the interval of {of}; 1 is right. Grey: 1 ± 1.96/√k, what chance "
         "alone does to a known law of independent elements; in clusters of ten it is 3.2 times as wide. Rules that "
         "count k elements are in the table only."
     )

@@ -178,7 +178,7 @@ class TraceWriter:
         self._packed = False  # whether close() has put chunks into packs
         if resume:
             self._continue(about)
-        self._identity = _identity(self._group)
+        self._identity, self._about = _identity(self._group), _about(self._group)
         self._columns = {
             n: _Column(self._group / n, spec) for n, spec in self._specs.items() if spec.column
         }
@@ -424,10 +424,15 @@ class TraceWriter:
 
     def _check_own(self) -> None:
         """Refuse to write into what another writer has put in the place of this one's group."""
-        if _identity(self._group) != self._identity:
+        identity = _identity(self._group)
+        if identity == self._identity:
+            return
+        # some network filesystems number files anew; a trace of another run says when it was made
+        if self._about != _about(self._group):
             raise TraceError(
                 f"{self._group} was replaced while it was being written: another Capture has the same path"
             )
+        self._identity = identity
 
     def _open_again(self) -> None:
         """Take the chunks out of the packs that :meth:`close` has made."""
@@ -475,6 +480,11 @@ def _identity(group: Path) -> tuple[int, ...]:
     # written once; a directory's own number may be used again for the next one
     about = os.stat(group / "zarr.json")
     return about.st_dev, about.st_ino, about.st_mtime_ns
+
+
+def _about(group: Path) -> tuple[bytes, bytes]:
+    """Return what a trace, and a rank's group in it, say of themselves."""
+    return (group.parent / "zarr.json").read_bytes(), (group / "zarr.json").read_bytes()
 
 
 def _check_shards(

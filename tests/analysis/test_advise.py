@@ -353,6 +353,13 @@ def test_ranks_that_were_captured_after_averaging_do_not_tell_how_workers_differ
     assert advise.distances(kind, found, candidates) == advise.distances(kind, left, candidates)
     sentence = "the ranks hold the same gradient, as after averaging."
     assert sentence in gradstats.advise(source, optimizer="SGD").verdict.numbers
+    create_trace(tmp_path / "zeros.zarr", [Layer("w", 0, (5000,))], world_size=2)
+    for rank in range(2):
+        writer = TraceWriter(tmp_path / "zeros.zarr", rank, kinds=("gradient",))
+        values = np.random.default_rng(0).laplace(size=5000).astype("f4")
+        writer.append(0, {"gradient": values * (rank == 0)})
+        writer.close()
+    assert "cosine" not in advise.properties_of(open_source(tmp_path / "zeros.zarr"))[1]
     (tmp_path / "other").mkdir()
     different = gradstats.advise(two_ranks(tmp_path / "other"), optimizer="SGD")
     assert sentence not in different.verdict.numbers

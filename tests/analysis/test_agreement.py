@@ -135,6 +135,13 @@ def test_means_over_steps_have_intervals_and_the_batch_a_sentence(trace):
     assert batch_sentence(one | {"world": 1}).startswith(
         "a larger batch would pay: that of all ranks, 32 samples, is below"
     )
+    # steps are about 1 + noise scale ÷ batch: at the noise scale twice the batch saves a quarter
+    assert batch_sentence(one | {"world": 1}).endswith(
+        ", far below which twice the batch needs about half the steps, and at which three quarters"
+    )
+    assert batch_sentence(one | {"world": 9}).endswith(
+        ", far beyond which more samples hardly save steps"
+    )
     assert batch_sentence(one | {"world": 4}).startswith(
         "the batch of all ranks, 128 samples, is about the noise"
     )

@@ -344,6 +344,18 @@ def test_equal_runs_have_no_difference(left):
     assert "no difference" in found.verdict
 
 
+def test_gradients_that_were_not_compared_are_counted(left, tmp_path):
+    """Of a run that was captured at every second step only, with one rank."""
+    some = {key: g for key, g in gradients().items() if key in ((0, 0), (2, 0))}
+    found = gradstats.compare(left, write(tmp_path / "b.zarr", some))
+    assert found.first is None
+    assert found.verdict == (
+        "no difference beyond the tolerance in 2 gradients compared, of 8 in A and 2 in B"
+    )
+    same = gradstats.compare(left, tmp_path / "b.zarr", steps=[0, 2], ranks=[0])
+    assert same.verdict == "no difference beyond the tolerance"
+
+
 def test_the_first_difference_has_its_step_and_layer(left, tmp_path):
     runs = gradients()
     runs[2, 1]["b.weight"] = runs[2, 1]["b.weight"] * np.float32(1.1)

@@ -16,6 +16,7 @@ from support.terminal import records, run
 from torch.distributed import checkpoint as dcp
 
 import gradstats
+from gradstats.analysis.delta import LAWS
 from gradstats.errors import InputError, TraceError
 from gradstats.primitives import deltas
 from gradstats.trace import Layer, TraceWriter, create_trace
@@ -287,3 +288,15 @@ def test_at_the_terminal(tmp_path, monkeypatch):
     refused = run("delta", files[0])
     assert refused.returncode == 2
     assert "two checkpoints are needed" in refused.stderr
+
+
+def test_a_prediction_is_from_the_law_of_what_moves():
+    """Of a model of which most is frozen, whose update has no law."""
+    rng = np.random.default_rng(7)
+    frozen, w = (rng.normal(size=n).astype(np.float32) for n in (3000, 1000))
+    moved = w + rng.laplace(size=w.size).astype(np.float32) * np.float32(1e-3)
+    found = gradstats.delta({"frozen": frozen, "w": w}, {"frozen": frozen, "w": moved})
+    assert found[0]["law"] in LAWS
+    assert found[0]["predicted"] > 0
+    assert f"% predicted from {found[0]['law']})" in found.verdict
+    assert gradstats.delta({"w": w}, {"w": w})[0]["law"] == "none"

@@ -316,6 +316,19 @@ class TestDrift:
             r"mean between 0\.\d+ and [\d.]+; a trend takes 20 steps, and here are 5", said
         )
 
+    def test_values_that_lie_outside_are_not_denied(self):
+        """Of ten steps of four ranks, two values in forty are outside what holds 90 %; of three ranks at six, none."""
+        values = np.full((10, 4), 2.0)
+        values[:5] = 1.0
+        values[0, 0], values[9, 3] = 0.1, 9.0
+        found = _drift(np.arange(10), values, np.ones((10, 4), bool)) | {"quantity": "mean"}
+        said = movement(found)
+        assert said.startswith(
+            "mean between 1.00 and 2.00 (5 % to 95 % of the values); a trend takes"
+        )
+        found = _drift(np.arange(6), values[:6, :3], np.ones((6, 3), bool)) | {"quantity": "mean"}
+        assert movement(found).startswith("mean between 0.100 and 2.00; a trend takes")
+
     def test_a_line_has_its_slope(self):
         at = np.arange(50) / 100
         assert slope_of(at, 3 * at + 1) == (pytest.approx(3), pytest.approx(3), pytest.approx(3), 0)

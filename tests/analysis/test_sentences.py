@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import _drift
 from gradstats.analysis.fits import fit_records
 from gradstats.analysis.info import describe
+from gradstats.analysis.verdicts import decay_shown
 from gradstats.analysis.verdicts.gradient import FEWEST, tail_weight
 from gradstats.analysis.verdicts.pairs import what_changed
 from gradstats.statistics.compressibility import compressibility
@@ -77,6 +79,13 @@ def test_what_changed_says_the_share_and_the_shortest_message():
     assert changed(changed=0.0) == "no weight differs"
 
 
+def test_what_is_predicted_of_fp16_is_beside_the_share_in_fp16():
+    assert changed(dtype="fp16").startswith(
+        "25 % of the weights differ (50 % predicted from laplace), 12.5 % in bf16; "
+    )
+    assert "(0 % predicted from updates of zero)" in changed(law="none", predicted=0.0)
+
+
 def test_losses_are_those_of_the_first_and_last_step_that_have_one(tmp_path):
     create_trace(tmp_path / "a.zarr", [Layer("w", 0, (8,))])
     writer = TraceWriter(tmp_path / "a.zarr", 0)
@@ -140,3 +149,25 @@ def test_changes_are_those_over_the_most_common_distance(rng):
     assert found["change_low"] == pytest.approx(1.1, rel=1e-3)
     assert found["change_high"] == pytest.approx(1.1, rel=1e-3)
     assert found["slope"] == pytest.approx(1.1**10 - 1, rel=1e-2)
+
+
+def test_a_decay_is_said_of_its_own_ranks(tmp_path, rng):
+    """Of a window beyond the largest element; and of a gradient that becomes sparse, of fewer ranks at the end."""
+    path = tmp_path / "run.zarr"
+    create_trace(path, [Layer("a", 0, (20_000,))])
+    writer = TraceWriter(path, 0)
+    for step, kept in enumerate((20_000, 9_000)):
+        values = np.append(rng.standard_t(3, size=kept), np.zeros(20_000 - kept))
+        writer.append(step, {"gradient": values.astype(np.float32)})
+    writer.close()
+    source = open_source(path)
+
+    def said(window=None, **over):
+        records = compressibility_records([source], window, **over)
+        own = [r for r in records if r["trace"] != "control"]
+        return decay_shown(own, [r for r in records if r["trace"] == "control"]).numbers
+
+    assert re.search(r"at step 0, of the largest 200[;.]", said(steps=[0]))
+    assert re.search(r"at step 1, of the largest 90[;.]", said(steps=[1]))
+    assert re.search(r"at step 0 of the largest 200, .* at step 1 of the largest 90[;.]", said())
+    assert re.search(r"at step 1, of ranks 100 to 1,000[;.]", said((100, 1000)))

@@ -8,7 +8,7 @@ import pytest
 
 import gradstats
 from gradstats.analysis.closest import closest_laws, evenly, law_pairs
-from gradstats.analysis.quality import INFINITE, series_of
+from gradstats.analysis.quality import INFINITE, series_of, spread_of
 from gradstats.analysis.rules import TOLERANCE, judged_rules
 from gradstats.analysis.verdicts import (
     closest_law,
@@ -16,11 +16,13 @@ from gradstats.analysis.verdicts import (
     counting_rules,
     left_out,
     scale_moves,
+    sound_elements,
     tail_tests,
     tail_weight,
+    uneven,
     which_rule,
 )
-from gradstats.analysis.verdicts.verdict import Verdict, percent
+from gradstats.analysis.verdicts.verdict import Verdict, off_by, percent
 from gradstats.statistics.laws import LAWS
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import Subset, open_source
@@ -123,9 +125,38 @@ def test_none_says_where_the_nearest_is_farthest_off(tmp_path):
     at = re.search(r"Farthest off: its threshold at ratio (\S+) is (\S+) too (\w+) at step (\d+), "
                    r"fitted at step (\d+)\.", said.replace("\N{NO-BREAK SPACE}%", "%"))  # fmt: skip
     assert at.group(1, 3, 4, 5) == (f"{ratio:g}", side, str(judged), str(fitted))
-    error = np.exp(abs(off))
-    shown = float(at[2][:-5]) if "fold" in at[2] else 1 + float(at[2][:-1]) / 100
-    assert shown == pytest.approx(error, rel=0.05)
+    if "fold" in at[2]:
+        assert float(at[2][:-5]) == pytest.approx(np.exp(abs(off)), rel=0.05)
+    else:  # of the exact threshold
+        assert float(at[2][:-1]) == pytest.approx(100 * abs(np.expm1(off)), rel=0.05)
+
+
+def test_what_is_too_low_is_a_share_of_the_exact_value():
+    said = {
+        -0.5: "39 % too low",
+        0.5: "65 % too high",
+        -2.0: "7.4-fold too low",
+        0.0: "0.01 % too high",
+    }
+    said |= {-1e-9: "0.01 % too low", 1.0: "2.7-fold too high", -9: "more than 100-fold too low"}
+    assert {off: off_by(off).replace("\N{NO-BREAK SPACE}", " ") for off in said} == said
+
+
+def test_what_is_not_all_or_nothing_is_not_said_to_be():
+    ledger = {
+        "zeros": 0,
+        "nonfinite": 1,
+        "nonfinite_steps": 1,
+        "gap": 1.0,
+        "constant": [],
+        "steps": 1,
+    }
+    ledger |= {"tied": 0.0, "largest_tie": 1, "rank": 0, "kind": "gradient"}
+    said = sound_elements([ledger], 10**6, 1, [], 1).headline.replace("\N{NO-BREAK SPACE}", " ")
+    assert said.startswith("1 element NaN or infinite in the worst step (less than 0.01 %)")
+    of_all = uneven({0: 0.997}, 0.01, 0.1, 10**6).headline.replace("\N{NO-BREAK SPACE}", " ")
+    assert of_all == "The largest 1 % hold more than 99 % of its energy"
+    assert "hold 100\N{NO-BREAK SPACE}% of" in uneven({0: 1.0}, 0.01, 0.1, 10**6).headline
 
 
 @pytest.mark.parametrize(
@@ -423,7 +454,7 @@ def scale(means, **record):
     usual = {"quantity": "mean", "n": len(means), "without": 0, "relative": True}
     usual |= dict.fromkeys(("total_change", "total_change_low", "total_change_high"), math.nan)
     usual |= dict.fromkeys(("slope", "slope_low", "slope_high"), math.nan)
-    usual |= {"low": min(means), "high": max(means)}
+    usual |= {"low": min(means), "high": max(means), "spread": spread_of(len(means))}
     return scale_moves(usual | record, [*range(len(means))], means, len(means))
 
 

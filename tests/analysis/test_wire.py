@@ -262,6 +262,25 @@ def test_sketches_have_no_elements_to_round(tmp_path):
         gradstats.wire(path)
 
 
+def test_a_rule_that_keeps_less_is_not_said_to_send_what_was_asked_for():
+    """Of a gradient of which one element in fifty is not zero, no rule sends a tenth."""
+    x = np.where(np.arange(5000) % 50 == 0, gradient(5000), 0).astype(np.float32)
+    found = gradstats.wire(x, ["nvfp4"], ratio=0.1)
+    assert found.verdict().startswith("at ratio 0.1 nvfp4 takes ")
+    assert found.verdict().endswith(" is what is not sent")
+
+
+def test_a_layer_of_zeros_is_not_one_that_no_format_suits(tmp_path):
+    layers = {name: gradient(500) for name in ("a", "b", "zero")}
+    layers["zero"] = np.zeros(500, np.float32)
+    np.savez(tmp_path / "x.npz", **layers)
+    asked = ("wire", tmp_path / "x.npz", "--to", "int4")
+    several = run(*asked, "--per-layer", "--error", 1e-9).stderr
+    assert "no format stays below 1e-09 in 2 layers, such as a" in several
+    assert "in b\n" in run(*asked, "--layer", "b", "--error", 1e-9).stderr
+    assert "no format" not in run(*asked, "--layer", "zero", "--error", 1e-9).stderr
+
+
 def test_at_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     command = ("wire", RANKS, "--step", 300)

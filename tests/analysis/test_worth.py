@@ -67,11 +67,11 @@ def test_a_plan_goes_first():
             {"shares": {0: {0.1: 0.27}}, "setting": "topk at ratio 0.1 with error feedback"},
             "Hardly: it has no large elements to send",
         ),
-        # a normal vector's share, and a little more
-        ({"shares": {0: {0.1: 0.44, 0.01: 0.3}}}, HARDLY),
-        (
-            {"shares": {0: {0.1: 0.45, 0.01: 0.03}}},
-            "If the network is slow: try dense-bf16",
+        # a normal vector's share, and a little more; of few elements twice it
+        ({"shares": {0: {0.1: 0.44, 0.01: 0.16}}}, HARDLY),
+        *(
+            ({"shares": {0: each}}, "If the network is slow: try dense-bf16")
+            for each in ({0.1: 0.45, 0.01: 0.03}, {0.1: 0.44, 0.01: 0.17})
         ),
     ],
 )

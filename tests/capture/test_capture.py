@@ -16,6 +16,7 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -439,6 +440,32 @@ def test_a_bucket_is_copied_in_one_go_where_that_is_the_same(
         for kind in ("gradient", "corrected"):
             assert np.array_equal(together.read(step, 0, kind), expected.read(step, 0, kind))
     assert not np.array_equal(expected.read(3), expected.read(3, 0, "corrected"))
+
+
+def test_a_capture_may_wrap_another_and_a_raw_hook_is_refused(tmp_path, one_rank):
+    net = nn.Linear(8, 8)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    state = CompressionState(TopK(0.1), named_parameters=net.named_parameters())
+    paths = [tmp_path / name for name in ("seldom.zarr", "often.zarr")]
+    with Capture(paths[0], ddp, 2) as seldom, Capture(paths[1], ddp) as often:
+        ddp.register_comm_hook(*often.wrap(*seldom.wrap(state, compression_hook)))
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(torch.full((1, 8), step + 1.0)).sum().backward()
+            for each in (often, seldom):
+                each.step(loss=float(step))
+    few, all_ = map(open_trace, paths)
+    assert (few.steps(), all_.steps()) == ([0, 2], [0, 1, 2, 3])
+    assert np.array_equal(few.read(2), all_.read(2))
+    assert few.scalars()["loss"].tolist() == [0, 2]
+    for registered in (None, dist.group.WORLD):
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+        with Capture(tmp_path / f"{registered is None}.zarr", ddp) as capture:
+            capture.wrap(None, allreduce_hook)
+            ddp.register_comm_hook(registered, allreduce_hook)
+            ddp(torch.ones(1, 8)).sum().backward()
+            with pytest.raises(InputError, match="is not registered on the DDP model"):
+                capture.step()
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -301,6 +301,9 @@ Trainer(
     agree(sharded.read(0), mean)
     for rank in range(2):
         agree(sharded.read(0, rank, "local"), local[rank])
+        # of the trainings that are compared above the loss is that of the first rank's batch
+        rank_loss = half.scalars(rank)["loss"][0]
+        assert 0.1 < rank_loss < 10  # not 1,024 times that
         error = np.linalg.norm(half.read(0, rank) - local[rank]) / np.linalg.norm(local[rank])
         assert error < 0.01  # of half precision
 

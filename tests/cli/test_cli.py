@@ -30,6 +30,7 @@ from gradstats.report.questions import QUESTIONS
 from gradstats.statistics.goodness import bootstrap
 from gradstats.statistics.pot import choose_threshold
 from gradstats.thresholds import ESTIMATORS
+from gradstats.trace import Layer, TraceWriter, create_trace
 
 COMMANDS = (
     "info",
@@ -536,6 +537,46 @@ def test_what_drift_says_names_the_trace_where_there_are_several(tmp_path):
     assert "a, gradient: " in several
     assert "b, gradient: " in several
     assert "a, gradient: " not in run("drift", tmp_path / "a.zarr", "--quantity", "mean").stdout
+
+
+def test_verdicts_of_controls_are_not_counted(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.random.default_rng(0).laplace(size=200).astype(np.float32))
+    said = run("compressibility", path, "--all").stderr
+    assert "compressible –, 1 of 1: beyond the largest 5 %" in said
+
+
+def test_a_layer_of_zeros_does_not_make_steps_few(tmp_path):
+    """Of a frozen layer, which has no mean, as many steps were captured as of all others."""
+    path = tmp_path / "run.zarr"
+    create_trace(path, [Layer("frozen", 0, (10,)), Layer("learns", 10, (90,))])
+    rng, writer = np.random.default_rng(0), TraceWriter(path, 0)
+    for step in range(25):
+        gradient = np.append(np.zeros(10), rng.laplace(size=90)).astype(np.float32)
+        writer.append(step, {"gradient": gradient})
+    writer.close()
+    take = "Trend, autocorrelation and change take 20 steps, and"
+    asked = ("drift", path, "--quantity", "mean", "--per-layer")
+    assert f"{take} 1 of 3 rows have fewer with such a number." in run(*asked).stderr
+    few = run(*asked, *(a for step in range(5) for a in ("--step", step))).stderr
+    assert f"{take} here are 5: capture sketches of every step" in few
+
+
+def test_what_is_a_difference_is_not_called_a_quotient(tmp_path):
+    """A share of zeros that is 0 at some steps is followed as it is: its change is a difference."""
+    path = tmp_path / "run.zarr"
+    create_trace(path, [Layer("a", 0, (100,))])
+    rng, writer = np.random.default_rng(0), TraceWriter(path, 0)
+    for step in range(25):
+        gradient = rng.laplace(size=100) * (rng.random(100) >= 0.1 * (step % 3))
+        writer.append(step, {"gradient": gradient.astype(np.float32)})
+    writer.close()
+    asked = ("drift", path, "--quantity", "zero_fraction")
+    (row,) = records(*asked)
+    assert (row["relative"], row["change_low"] < 0) == (False, True)
+    table = " ".join(run(*asked).stdout.split())
+    assert "change ÷" not in table
+    assert "change: a step's value ÷ the last one's, of others minus it" in table
 
 
 COMPLETIONS = [

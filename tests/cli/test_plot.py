@@ -166,6 +166,22 @@ def test_records_of_traces_are_summed_and_named(trace, drawn):
     assert np.allclose(line.get_xdata(), np.cumsum([r["bytes"] for r in rows]) / 1e6)
 
 
+def test_megabytes_are_those_of_one_rank_and_of_the_captured_steps(tmp_path, drawn):
+    """Of two ranks' rows, one after the other, neither axis would be in order."""
+    path = tmp_path / "run.zarr"
+    create_trace(path, LAYERS, world_size=2, metadata={"compressor": "topk"})
+    for rank in range(2):
+        write(path, range(0, 50, 10), rank=rank, compression=True)
+    assert run("plot", "training-curves", path, "-o", "x.png", "--by", "megabytes").returncode == 0
+    [ax] = drawn[0][0].axes
+    assert ax.get_xlabel() == "MB sent by a rank in the captured steps"
+    (line,) = (x for x in ax.lines if x.get_label() == "topk")
+    rows = [r for r in gradstats.compression(path) if r["rank"] == 0]
+    assert np.allclose(line.get_xdata(), np.cumsum([r["bytes"] for r in rows]) / 1e6)
+    assert run("plot", "training-curves", path, "-o", "x.png").returncode == 0
+    assert drawn[1][0].axes[0].get_xlabel() == "step"
+
+
 @every(
     ("command", "said"),
     [

@@ -53,6 +53,23 @@ def test_a_summary_has_the_last_step_of_each_trace(tmp_path):
     assert [(r["trace"], r["step"]) for r in found] == [("long", 200), ("short", 100)]
 
 
+@pytest.mark.parametrize("steps", [(), ("--step", 10)])
+def test_a_title_does_not_name_the_last_step_of_others(steps):
+    title = " ".join(run("fit", EF, "--kind", "gradient", *steps).stdout.split())
+    assert "The nearest model, fitted at the steps shown;" in title
+
+
+def test_the_heaviest_layers_are_only_first_where_the_title_says_so():
+    peaks = ("pot", EF, "--kind", "gradient", "--layers")
+    assert "; heaviest first" in run(*peaks).stdout
+    assert "heaviest" not in run(*peaks, "--all").stdout
+
+
+def test_a_union_is_that_of_the_workers_and_not_of_the_ranks():
+    title = " ".join(run("agreement", DATA / "ranks" / "resnet8.zarr").stdout.split())
+    assert "union: positions that --workers would select together, ÷ k" in title
+
+
 def test_a_stage_is_blamed_in_so_many_of_the_gradients():
     budget = records("quality", EF, "--by-stage", "--kind", "gradient", "--estimator", "sidco-e")
     here = [r for r in budget if r["ratio"] == 0.001 and r["blame"]]

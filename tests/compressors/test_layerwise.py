@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from gradstats.compressors.hiding import (
 )
 from gradstats.compressors.redsync import MeanOfSign
 from gradstats.errors import ExchangeError, InputError
-from gradstats.hooks import CompressionState
+from gradstats.hooks import CompressionState, compression_hook
 from gradstats.network import LayerTime, Network, deliveries
 
 distributed = pytest.mark.distributed
@@ -306,6 +307,23 @@ def test_what_was_timed_is_a_median_over_steps_and_the_least_exchange(one_rank):
         0.5,
         [Delivery(("b",), 10, 1, 2, 21, 200), Delivery(("a",), 30, 3, 5, 51, 600)],
     )
+
+
+@distributed
+def test_a_model_can_be_copied_while_exchanges_run_beside_it(one_rank):
+    net = torch.nn.Linear(40, 30)
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    state = CompressionState(
+        Layerwise(lambda *_: TopK(0.1), merge=0), named_parameters=net.named_parameters()
+    )
+    ddp.register_comm_hook(state, compression_hook)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 40)).sum().backward()
+    assert state.compressor._background._thread is not None
+    other = copy.deepcopy(ddp)
+    assert torch.equal(other.module.weight, net.weight)
+    assert copy.deepcopy(state).compressor._background._thread is None
 
 
 @distributed

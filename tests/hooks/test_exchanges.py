@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from workers import exchanges
 from gradstats.compressors import TopK, make_compressor
 from gradstats.errors import InputError, NonFiniteGradientError
 from gradstats.hooks import (
+    AdamCorrection,
     CompressionState,
     ErrorFeedback,
     LocalSteps,
@@ -216,7 +220,10 @@ def test_warnings_point_at_the_users_lines():
 def test_adam_behind_sparse_error_feedback_is_said_once():
     for found in run_ranks(2, exchanges.adaptive):
         for name, messages in found.items():
-            assert len(messages) == (name in ("feedback", "momentum")), (name, messages)
+            # AdamW behind Adam's own steps is another mistake
+            assert len(messages) == (name in ("feedback", "momentum", "adam")), (name, messages)
+        assert "the momentum counts twice" in found["adam"][0]
+        assert found["momentum"][0].startswith("AdamW behind sparse error feedback")
         assert found["feedback"][0].startswith("AdamW behind sparse error feedback")
         assert "memory=AdamCorrection() with SGD" in found["feedback"][0]
 
@@ -236,3 +243,27 @@ def test_a_compressor_without_a_ratio_needs_none():
 
 def test_tied_weights_have_one_place():
     assert run_ranks(2, exchanges.tied) == [[(80, 8, [80])] * 2] * 2
+
+
+@pytest.mark.parametrize("memory", [MomentumCorrection(0.9), AdamCorrection()])
+def test_a_momentum_that_counts_twice_is_said_once(one_rank, memory):
+    for make, said in (
+        (lambda p: torch.optim.SGD(p, 0.1), 0),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1),
+        (torch.optim.AdamW, int(isinstance(memory, AdamCorrection))),
+    ):
+        net = torch.nn.Linear(3, 2)
+        ddp, optimizer = DistributedDataParallel(net), make(net.parameters())
+        state = CompressionState(
+            TopK(1.0), memory=copy.deepcopy(memory), named_parameters=net.named_parameters()
+        )
+        ddp.register_comm_hook(state, compression_hook)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                optimizer.zero_grad()
+                ddp(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+        texts = [str(w.message) for w in given if "the momentum counts twice" in str(w.message)]
+        assert len(texts) == said
+        assert all(type(memory).__name__ in t and type(optimizer).__name__ in t for t in texts)

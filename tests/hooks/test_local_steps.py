@@ -234,3 +234,26 @@ def test_a_residual_decays():
         memory.add(one, part)
         memory.settle(memory.corrected, None)
         assert torch.equal(memory.tensors()["residual"], torch.full((3,), expected))
+
+
+def test_a_model_that_was_loaded_or_moved_since_is_refused(one_rank):
+    for change in (
+        lambda net: net.load_state_dict({n: p + 1 for n, p in net.state_dict().items()}),
+        lambda net: net.double(),
+    ):
+        net = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        local = LocalSteps(net, optimizer, steps=2)
+        with local:  # an interval, after which parameters are what they came to
+            for _ in range(2):
+                net(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+        with local:
+            pass
+        local = LocalSteps(net, optimizer, steps=2)
+        change(net)
+        with (
+            pytest.raises(InputError, match="since LocalSteps was made: make LocalSteps after"),
+            local,
+        ):
+            pass

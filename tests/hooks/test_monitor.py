@@ -124,12 +124,13 @@ def test_every_nth_step_is_described():
     assert all(isinstance(v, float) and math.isfinite(v) for v in logged[-1].values())
 
 
-@pytest.mark.parametrize("when", ["scaled", "unscaled", "hooked", "fused"])
+@pytest.mark.parametrize("when", ["scaled", "unscaled", "hooked", "fused", "not given"])
 def test_values_have_no_loss_scale_whenever_they_are_taken(when):
     net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=2.0**12)
     optimizer = torch.optim.Adam(net.parameters(), 1e-3, fused=when == "fused")
-    hooked = when in ("hooked", "fused")
-    monitor = Monitor(net, optimizer=optimizer if hooked else None, scaler=scaler)
+    hooked = when in ("hooked", "fused", "not given")
+    known = None if when == "not given" else scaler
+    monitor = Monitor(net, optimizer=optimizer if hooked else None, scaler=known)
     for step in range(3):
         optimizer.zero_grad()
         x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))

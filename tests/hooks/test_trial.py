@@ -79,10 +79,19 @@ def test_losses_bounds_and_words_of_a_confirmed_trial():
     mean = np.mean([p["compressed"] / p["dense"] - 1 for p in result.pairs])
     assert result.above == pytest.approx(mean)
     assert result.low < mean < result.high < 0.02
-    assert str(result).startswith("Confirmed: within 2 % of the dense loss. The compressed loss ")
+    assert str(result).startswith(
+        "Confirmed: at most 2 % above the dense loss. The compressed loss "
+    )
     assert f"ends {100 * mean:+.1f} % from" in str(result)
     assert "3 pairs of 8 steps" in str(result)
-    assert repr(result) == "<TrialResult: Confirmed: within 2 % of the dense loss; 3 pairs>"
+    assert repr(result) == "<TrialResult: Confirmed: at most 2 % above the dense loss; 3 pairs>"
+
+
+def test_what_ends_far_below_dense_is_not_within_the_tolerance_of_it():
+    better = losses_of(2.0, lambda seed, end: 1.0 - 0.1 * bool(end))
+    result = Trial(better, lambda model: True, steps=8, tolerance=0.125).run()
+    assert str(result).startswith("Confirmed: at most 12.5 % above the dense loss. The compressed")
+    assert "tolerance 12.5 %." in str(result)
 
 
 def test_a_training_that_hardly_learns_confirms_little():
@@ -95,7 +104,10 @@ def test_a_training_that_hardly_learns_confirms_little():
     fell = 1.05 / ((1.05 - 0.05 * 6 / 7 + 1.0) / 2) - 1
     assert little.fell == pytest.approx(fell, rel=1e-5)  # of losses in float32
     assert (little.decision, little.verdict.warn) == ("confirmed", True)
-    assert "That says little: the dense loss itself fell by 4.6 %. Take more steps" in str(little)
+    assert (
+        "That says little: the dense loss itself fell by 4.6 % of where it ended. Take more steps"
+        in str(little)
+    )
     assert "the dense loss itself did not fall." in str(tried(0.95))
     # a fall of five times the tolerance is enough
     for enough in (tried(1.2), tried(1.05, tolerance=0.009)):
@@ -107,7 +119,7 @@ def test_a_refused_and_an_undecided_trial_say_so():
     worse = losses_of(2.0, lambda seed, end: 1.2 + 0.001 * seed if end else 1.0)
     result = Trial(worse, lambda model: True, steps=8).run()
     assert (result.decision, len(result.pairs)) == ("refused", 3)
-    assert str(result).startswith("Refused: further than 2 % of the dense loss")
+    assert str(result).startswith("Refused: more than 2 % above the dense loss")
     assert result.verdict.warn
     varied = losses_of(2.0, lambda seed, end: 1.0 + 0.1 * (-1) ** seed * bool(end))
     result = Trial(varied, lambda model: True, steps=8, pairs=5).run()

@@ -126,6 +126,17 @@ class TestSelectionsThatWereNotMeasured:
 
 
 class TestSentences:
+    def test_a_rule_that_is_faster_by_what_it_lacks_is_told_so(self):
+        found = plan(ZEROS, link("1gbit", local=LOCAL), 0.02, [8], [0.01], ["topk"])
+        dense, topk = (by_name(found)[name] for name in ("none", "topk"))
+        topk |= {"recommended": False, "seconds": dense["seconds"] / 5, "quality": 0.2}
+        dense["recommended"] = True
+        topk |= {"speedup": 5.0, "speedup_low": 4.0, "speedup_high": 6.0}
+        said = "5 times as fast (4 to 6), but of 0.2 k elements, and with k it would be no faster."
+        assert said in advice([topk, dense])
+        topk["speedup_low"] = 1.01
+        assert "(1.01 to 6), which may be less than 2 %." in advice([topk, dense])
+
     @every("rate", [1e7, 1e8, 1e9, 1e10, 1e12])
     @every("world", [2, 64])
     def test_none_contradicts_another(self, rate, world):

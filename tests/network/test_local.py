@@ -292,6 +292,10 @@ def test_sentences_and_the_figure_tell_local_steps_apart():
     assert local_advice(mixed).startswith(text[:80])
     slow = plan(ZEROS, LINK, COMPUTE, [4], rates=[1e3], **options)
     assert "None of this gives 90 %: 128 local steps with topk at ratio 0.001" in local_advice(slow)
+    for r in slow:
+        r["utilisation"] = min(r["utilisation"], 0.1)
+    next(r for r in slow if r["local_steps"] == 128)["utilisation"] = 0.8997
+    assert " give just below 90 %." in local_advice(slow)
     alone = plan(ZEROS, LINK, COMPUTE, [4], [0.01], ["topk"])
     assert advice(alone).startswith("4 workers")
     ax = speedup(records, Figure().subplots())

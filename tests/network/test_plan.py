@@ -561,7 +561,18 @@ def test_codec_and_baseline_are_options(inputs, capsys):
     code, out, _ = run(capsys, *few)
     assert code == 0
     assert "Its codec (rice, float32) pays" in " ".join(out.split())
+    assert "at which Mbit/s it is faster than torch-bf16" in " ".join(out.split())
     assert max(map(cell_len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("baseline", "called"), [("none", "dense"), ("bf16", "torch-bf16")])
+def test_a_mark_of_doubt_says_of_what(baseline, called, inputs, capsys):
+    """What may differ from the baseline by two per cent only is marked, too, so that is what the note says."""
+    arguments = [*PLAN, "--compressor", "topk", "--bandwidth", "10gbit", "--baseline", baseline]
+    code, out, err = run(capsys, *arguments)
+    assert code == 0, err
+    assert "?" in out
+    assert f"at this rate it may be within 2 % of {called}." in " ".join(err.split())
 
 
 def test_dont_is_said_where_dense_wins(inputs, capsys):

@@ -737,6 +737,23 @@ def test_speedups_of_few_records(ax):
     assert labels(other) == [f"c{i}, 0.01" for i in (10, 9, 8, 7, 6, 5, 4, 3)]
 
 
+def test_speedups_are_over_the_baseline(ax):
+    """With dense averaging in bfloat16 as the baseline, that in float32 is a line of its own."""
+    row = {"ratio": None, "workers": 4, "rate": 10.0, "baseline": "torch-bf16"}
+    speed = {"none": 0.5, "torch-bf16": 1.0, "topk": 3.0}
+    rows = [
+        row | {"compressor": name, "speedup": s, "speedup_low": s, "speedup_high": s}
+        for name, s in speed.items()
+    ]
+    seconds = {"none": 4.0, "torch-bf16": 2.0, "topk": 0.5}
+    measured = [row | {"compressor": name, "seconds": s} for name, s in seconds.items()]
+    plots.speedup(rows, ax, measured=measured)
+    assert ax.get_ylabel() == "times as fast as torch-bf16"
+    assert labels(ax) == ["topk", "none"]
+    points = {x.get_label(): x.get_ydata()[0] for x in ax.lines if "measured" in x.get_label()}
+    assert points == {"_topk, measured": 4.0, "_none, measured": 0.5}
+
+
 def test_a_grey_stays_grey_in_a_png(ax):
     plots.density(X, [gradstats.fit(X, "laplace")], ax)
     drawn = {}

@@ -102,8 +102,8 @@ TRUE = {
         RULE: r"None; the nearest, ",
     },
     "one spike": {
-        DATA: r"one element is more than a hundred times the next$",
-        TAIL: r"Cannot be told: one element is far beyond all others$",
+        DATA: r"the largest magnitude is a hundred times the next or more$",
+        TAIL: r"Cannot be told: at some step the largest magnitude is far beyond all others$",
         DECAY: r"Not shown at any step$",
         MODEL: r"None of \d+; the nearest, ",
     },

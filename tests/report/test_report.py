@@ -19,6 +19,7 @@ from support.traces import LAYERS, trace_of_steps, write, write_shards
 import gradstats
 from gradstats import report
 from gradstats.analysis.closest import evenly, law_pairs
+from gradstats.analysis.decay import compressibility_records
 from gradstats.analysis.drift import dataset_of
 from gradstats.analysis.info import info_records
 from gradstats.analysis.quality import summarise
@@ -497,9 +498,11 @@ def test_thresholds_are_drawn_over_the_steps_at_the_smallest_ratio(monkeypatch):
     series = list(gradstats.quality_series(source, measured.RATIOS, rules))
     kinds = ["gradient", "corrected"]
     quality = summarise(series)
-    sections._thresholds(
+    shown = sections._thresholds(
         SimpleNamespace(source=source, kinds=kinds, steps=[10, 100], quality=quality, series=series)
     )
+    # of two gradients a kind
+    assert "the interval of all gradients; 1 is right" in shown
     wanted = [r for r in quality if r["estimator"] == "sidco-e"]
     assert bars == [(kind, [r for r in wanted if r["kind"] == kind]) for kind in kinds]
     assert [title for title, _ in drawn] == kinds
@@ -583,3 +586,21 @@ def test_a_rank_of_zeros_speaks_for_no_other(tmp_path):
     # the last step is of zeros: laws are fitted to the last that is not
     rank, telling = measured._shown(info_records(open_source(path)), 0)
     assert (rank, telling) == (1, {*range(23)})
+
+
+def test_the_ranks_that_are_shaded_are_those_of_p(tmp_path, monkeypatch):
+    """Of a gradient of which half the elements are zero, the largest hundredth of the others."""
+    windows = []
+    draw = gradstats.plots.magnitude_decay
+
+    def drawn(*arguments, window, **options):
+        windows.append(window)
+        return draw(*arguments, window=window, **options)
+
+    monkeypatch.setattr(gradstats.plots, "magnitude_decay", drawn)
+    x = np.append(np.random.default_rng(3).laplace(size=10_000), np.zeros(10_000))
+    source = open_source(x.astype(np.float32))
+    m = SimpleNamespace(source=source, decay=compressibility_records([source]))
+    sections._decay(m, {"gradient, step 0": sketch(x)})
+    assert windows == [(1, 100)]
+    assert m.decay[0]["window"] == "1-100"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -316,11 +317,13 @@ def test_a_writer_leaves_what_has_taken_the_place_of_its_trace_alone(path, store
     old = write(
         path, range(300), kinds=["gradient"], store=store, close=False
     )  # laid out anew on the way
-    create_trace(path, LAYERS, overwrite=True)
+    os.utime(path / "rank00000" / "zarr.json")  # as a network filesystem may tell it anew
+    old.append(300, {"gradient": gradient(300)})
+    create_trace(path, LAYERS, overwrite=True, metadata={"created": "later"})
     new = write(path, [5], kinds=["gradient"], store=store, close=False)
     for call in (
         old.close,
-        lambda: old.append(300, {"gradient": gradient(0)}),
+        lambda: old.append(301, {"gradient": gradient(0)}),
         lambda: old.remove(7),
     ):
         with pytest.raises(

@@ -43,13 +43,13 @@ def _told(record: Mapping[str, Any]) -> str:
     ends = f"{format_value(low)} to {format_value(high)} {unit}"
     if batch < low:
         return (
-            f"a larger batch would pay: that of all ranks, {batch:,} {unit}, is below the noise scale of {ends}, up "
-            "to which twice the batch needs about half the steps"
+            f"a larger batch would pay: that of all ranks, {batch:,} {unit}, is below the noise scale of {ends}, far "
+            "below which twice the batch needs about half the steps, and at which three quarters"
         )
     if batch > high:
         return (
             f"a larger batch would bring little: that of all ranks, {batch:,} {unit}, is above the noise scale of "
-            f"{ends}, beyond which more samples hardly save steps"
+            f"{ends}, far beyond which more samples hardly save steps"
         )
     return (
         f"the batch of all ranks, {batch:,} {unit}, is about the noise scale of {ends}: whether more would pay is not "

@@ -38,13 +38,19 @@ def decay_shown(
     if yes:
         headline = f"Shown at {yes} of {len(rows)} steps" if len(rows) > 1 else "Shown"
     ends = rows if len(rows) < 3 else [rows[0], rows[-1]]
-    at = ", ".join(f"{_between(r, 'p')} at step {r['step']}" for r in ends)
-    last = int(rows[0]["window"].split("-")[1])
+    # of ever more non-zero elements the window grows
+    of = [_ranks(r) for r in ends]
+    alike = len({*of}) == 1
+    at = ", ".join(
+        f"{_between(r, 'p')} at step {r['step']}" + ("" if alike else f" {ranks}")
+        for r, ranks in zip(ends, of, strict=True)
+    )
+    at += f", {of[0]}" if alike else ""
     # the interval above is that of independent elements
     low, high = ends[-1]["runs_low"], ends[-1]["runs_high"]
     runs = f"; by runs of neighbours {signed(low)} to {signed(high)}" if math.isfinite(low) else ""
     numbers = (
-        f"p = {at}, of the largest {last:,}{runs}. Shown means p above ½ in every window, by Hill's estimate and by "
+        f"p = {at}{runs}. Shown means p above ½ in every window, by Hill's estimate and by "
         "σ_k too, and a power law likelier than a log-normal. "
     )
     unsure = [r for r in rows if r["compressible"] is None]
@@ -53,14 +59,20 @@ def decay_shown(
         reasons.setdefault(r["reason"], []).append(r)
     for reason, those in reasons.items():
         at = f"Step {those[0]['step']}" if len(those) == 1 else f"{len(those)} of {len(rows)} steps"
-        of = "" if len(those) == 1 else f"at step {those[-1]['step']} "
-        numbers += f"{at}: {reason} ({of}p = {_by_window(those[-1])}). "
+        which = "" if len(those) == 1 else f"at step {those[-1]['step']} "
+        numbers += f"{at}: {reason} ({which}p = {_by_window(those[-1])}). "
     # a control that passes means that the test does not reject what it must
     passing = [r["kind"] for r in controls if r["compressible"]]
     listed = ", ".join(f"{_CONTROLS.get(r['kind'], r['kind'])} {r['p']:.2f}" for r in controls)
     numbers += f"Controls: {listed}"
     numbers += ": passes what it must reject!" if passing else ", rejected."
     return Verdict(headline, numbers, bool(passing))
+
+
+def _ranks(record: Mapping[str, Any]) -> str:
+    """Return the window of a record of a decay in words."""
+    first, last = map(int, record["window"].split("-"))
+    return f"of the largest {last:,}" if first == 1 else f"of ranks {first:,} to {last:,}"
 
 
 def _by_window(record: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from gradstats.analysis.drift import FEWEST_STEPS
+from gradstats.analysis.quality import QUANTILES
 from gradstats.analysis.verdicts.verdict import Verdict
 from gradstats.tables import format_short, format_uncertain, format_value
 
@@ -48,6 +49,8 @@ def _moved(record: Mapping[str, Any]) -> str:
     if math.isnan(change):
         low, high = (format_value(record[end]) for end in ("low", "high"))
         text = f"{name} is {low}" if low == high else f"{name} between {low} and {high}"
+        if record["spread"] == QUANTILES and (low != high or n < FEWEST_STEPS):
+            text += f" ({QUANTILES} of the values)"
         if n >= FEWEST_STEPS:
             return f"{text}, the same at all {n} steps"
         many = f"are {n}" if n > 1 else "is one"

@@ -124,7 +124,7 @@ def sound_elements(
     if constant:
         found.append(f"{len(constant)} constant layer{'s' * (len(constant) > 1)}")
     if spiky(ledger):
-        found.append("one element is more than a hundred times the next")
+        found.append("the largest magnitude is a hundred times the next or more")
     # the ledger has a row for each rank
     counts = {r["steps"] for r in ledger}
     if len(counts) > 1:
@@ -183,7 +183,7 @@ def tail_weight(
     peaks : sequence of dict
         Records of :func:`gradstats.analysis.peaks.pot_records` of the same kind.
     spike : bool
-        Whether one element is far beyond all others.
+        Whether at some step the largest magnitude is far beyond all others.
     layers : int
         Number of layers.
     designs : mapping of int to float
@@ -211,8 +211,10 @@ def tail_weight(
     last = pooled[-1]
     # one spike decides the shape of any tail that it is in
     if spike:
-        numbers = f"Of the top tenth, step {last['step']}, with it: {_interval(last, 'c')}."
-        return Verdict("Cannot be told: one element is far beyond all others", numbers)
+        numbers = f"Of the top tenth, step {last['step']}: {_interval(last, 'c')}."
+        return Verdict(
+            "Cannot be told: at some step the largest magnitude is far beyond all others", numbers
+        )
     step, c = last["step"], last["c"]
     word = _heaviness(last)
     headline = f"{word.capitalize()} in the top tenth: ξ = {signed(c)}"
@@ -277,4 +279,10 @@ def _many(n: int, name: str) -> str:
 
 
 def _percent(share: float, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
+    said, step = f"{100 * share:.{digits}f}", 10.0**-digits
+    # neither none nor all where it is not
+    if share > 0 and float(said) == 0:
+        said = f"less than {step:g}"
+    elif share < 1 and float(said) == 100:
+        said = f"more than {100 - step:g}"
+    return f"{said}\N{NO-BREAK SPACE}%"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradstats.analysis.verdicts.verdict import FAR, FITS, Verdict, listed, percent
+from gradstats.analysis.verdicts.verdict import FAR, FITS, Verdict, listed, off_by, percent
 from gradstats.statistics.laws import LAWS
 from gradstats.statistics.tails import TailTest, widened
 from gradstats.tables import format_short
@@ -105,11 +105,12 @@ def _how(law: Mapping[str, Any]) -> str:
 
 def _why_not(law: Mapping[str, Any]) -> str:
     """Say at which ratio and step the nearest law is farthest off, and what that spoils."""
-    error = f"{percent(abs(law['off']))} too {'high' if law['off'] > 0 else 'low'}"
     if law["off"] == -math.inf:
         error = "0, which keeps everything"
     elif law["off"] == math.inf:
         error = "infinite, which keeps nothing"
+    else:
+        error = off_by(law["off"])
     at = f"at step {law['off_judged']}"
     if law["predictive"]:
         at += f", fitted at step {law['off_fitted']}"

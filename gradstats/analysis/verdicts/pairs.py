@@ -12,7 +12,10 @@ __all__ = ["first_difference", "smallest_format", "what_changed"]
 
 
 def first_difference(
-    first: Mapping[str, Any] | None, unmatched: tuple[Sequence[str], Sequence[str]]
+    first: Mapping[str, Any] | None,
+    unmatched: tuple[Sequence[str], Sequence[str]],
+    compared: int,
+    held: tuple[int, int],
 ) -> str:
     """Say where two runs differ first, and why.
 
@@ -22,6 +25,10 @@ def first_difference(
         The first gradient whose error exceeds the tolerance, as :class:`gradstats.analysis.compare.Comparison` has it.
     unmatched : (list of str, list of str)
         Parameters that only A, and that only B has.
+    compared : int
+        Number of gradients that were compared, of all steps, ranks and kinds.
+    held : (int, int)
+        Numbers of those that A and B have.
     """
     only = "; ".join(
         f"{len(names)} {'is' if len(names) == 1 else 'are'} only in {side}: {', '.join(names[:3])}"
@@ -29,10 +36,15 @@ def first_difference(
         for side, names in zip("AB", unmatched, strict=True)
         if names
     )
-    if first is None and only:
-        return f"no difference beyond the tolerance in the parameters that both have, but {only}"
     if first is None:
-        return "no difference beyond the tolerance"
+        said = "no difference beyond the tolerance"
+        if compared < max(held):
+            both = "one gradient" if compared == 1 else f"{compared:,} gradients"
+            said += f" in {both} compared, of {held[0]:,} in A and {held[1]:,} in B"
+            said += f"; {only}" if only else ""
+        elif only:
+            said += f" in the parameters that both have, but {only}"
+        return said
     where = ", ".join(f"{n} {first[n]}" for n in ("step", "rank", "kind", "layer"))
     return f"first difference: {where}; likely cause: {first['cause']}"
 
@@ -50,11 +62,15 @@ def what_changed(whole: Mapping[str, Any]) -> str:
     sizes = {n.removeprefix("bytes_"): v for n, v in whole.items() if n.startswith("bytes_")}
     best = min(sizes, key=sizes.__getitem__)
     share = f"{100 * whole['changed']:.3g} % of the weights differ"
-    if whole["dtype"] != "bf16":
-        share += f", {100 * whole['changed_bf16']:.3g} % in bf16"
+    short = f", {100 * whole['changed_bf16']:.3g} % in bf16" * (whole["dtype"] != "bf16")
+    told = ""
     if not math.isnan(whole["predicted"]):
-        what = whole["law"] if whole["law"] != "rate" else "updates of this rate"
-        share += f" ({100 * whole['predicted']:.3g} % predicted from {what})"
+        what = {"rate": "updates of this rate", "none": "updates of zero"}.get(
+            whole["law"], whole["law"]
+        )
+        told = f" ({100 * whole['predicted']:.3g} % predicted from {what})"
+    # beside the share that it predicts: that in the type itself, or that in bf16 of weights in float32
+    share += told + short if whole["dtype"] == "fp16" else short + told
     return (
         f"{share}; the shortest message is {best}: {format_bytes(sizes[best])} of {format_bytes(whole['bytes'])}, "
         f"{format_value(8 * sizes[best] / whole['numel'])} bits a weight"
@@ -85,8 +101,8 @@ def smallest_format(
     # where not all is sent, what is left out is an error no format can lower
     if shown["ratio"] < 1:
         return (
-            f"{shown['ratio']:g} of the elements in {_named(shown)}, for {bits} of the gradient with positions, "
-            f"leave a relative squared error of {format_value(shown['error'])} in {what}, of which "
+            f"at ratio {shown['ratio']:g} {_named(shown)} takes {bits} of the gradient, with positions, and leaves a "
+            f"relative squared error of {format_value(shown['error'])} in {what}, of which "
             f"{format_value(shown['dropped'])} is what is not sent"
         )
     if best is None:

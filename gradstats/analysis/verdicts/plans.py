@@ -50,7 +50,12 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
         text += f"; {_label(other)}, the fastest alternative, {_duration(other)}, limited by {other['limit']}"
         # predicted to be faster, but not recommended: say why
         if other["seconds"] < dense["seconds"]:
-            text += f": {_speedup(other)}, {_DOUBT if other['speedup_low'] <= 1 else _LITTLE}"
+            doubt = _DOUBT if other["speedup_low"] <= 1 else _LITTLE
+            if other["speedup_low"] > 1 + ALIKE and other["quality"] < 1:
+                doubt = (
+                    f"but of {other['quality']:.2g} k elements, and with k it would be no faster"
+                )
+            text += f": {_speedup(other)}, {doubt}"
         return f"{text}. {_worth(other)}"
     text = (
         f"{where}{_label(best)}. It takes {_duration(best)} instead of {called} {_duration(dense)}, "
@@ -110,7 +115,11 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _percent(record: Mapping[str, Any]) -> str:
-    return f"{100 * record['utilisation']:.3g} %"
+    said = f"{100 * record['utilisation']:.3g}"
+    # what is not enough is not to be read as if it were
+    if 100 * record["utilisation"] < _BUSY <= float(said):
+        return f"just below {_BUSY} %"
+    return f"{said} %"
 
 
 def _steps(record: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ def trial_result(
     Parameters
     ----------
     decision : {"confirmed", "refused", "undecided"}
-        Whether the compressed loss stays within the tolerance of the dense one.
+        Whether the compressed loss ends no further above the dense one than the tolerance.
     difference : (float, float, float)
         Relative difference of the losses, mean over the pairs, and its bounds.
     tolerance : float
@@ -41,14 +41,14 @@ def trial_result(
     fell : float
         How far the dense loss fell, as a share of where it ended; NaN if that is not known.
     """
-    within = f"{100 * tolerance:.2g} % of the dense loss"
+    limit = f"{100 * tolerance:g} % above the dense loss"
     runs = f"{pairs} pairs of {steps} steps"
     if diverged:
         return Verdict("Refused: the compressed training diverged", diverged, True)
     ends = [*map(signed_percent, difference)]
     numbers = (
         f"The compressed loss ends {ends[0]} % from the dense one ({ends[1]} to {ends[2]}, {runs}), "
-        f"tolerance {100 * tolerance:.2g} %."
+        f"tolerance {100 * tolerance:g} %."
     )
     if equal:
         numbers += " All losses are equal: nothing that was installed changed the training."
@@ -56,12 +56,13 @@ def trial_result(
         # NaN is not below anything
         little = fell < LITTLE * tolerance
         if little:
-            moved = f"fell by {format_short(100 * fell)} %" if fell > 0 else "did not fall"
+            moved = f"fell by {format_short(100 * fell)} % of where it ended"
+            moved = moved if fell > 0 else "did not fall"
             numbers += (
                 f" That says little: the dense loss itself {moved}. Take more steps, or a tolerance that is a small "
                 "share of that fall."
             )
-        return Verdict(f"Confirmed: within {within}", numbers, little)
+        return Verdict(f"Confirmed: at most {limit}", numbers, little)
     if decision == "refused":
-        return Verdict(f"Refused: further than {within}", numbers, True)
+        return Verdict(f"Refused: more than {limit}", numbers, True)
     return Verdict("Undecided", f"{numbers} More pairs, or longer ones, would tell.", True)

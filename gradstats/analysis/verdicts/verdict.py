@@ -9,7 +9,17 @@ from typing import Any
 
 from gradstats.tables import format_short
 
-__all__ = ["FAR", "FITS", "Verdict", "joined", "listed", "percent", "signed", "signed_percent"]
+__all__ = [
+    "FAR",
+    "FITS",
+    "Verdict",
+    "joined",
+    "listed",
+    "off_by",
+    "percent",
+    "signed",
+    "signed_percent",
+]
 
 FITS = math.log(1.05)
 """Median |ln| of a law's thresholds over the exact ones up to which it fits, where these are known that well."""
@@ -56,6 +66,22 @@ def percent(error: float) -> str:
     if error > FAR:
         return f"{format_short(math.exp(error))}-fold"
     return f"{format_short(100 * math.expm1(max(error, _LEAST)))}\N{NO-BREAK SPACE}%"
+
+
+def off_by(off: float) -> str:
+    """Return how far a value is off, in per cent of the exact one, and on which side.
+
+    Parameters
+    ----------
+    off : float
+        Logarithm of their ratio, finite.
+    """
+    if off >= 0:
+        return f"{percent(off)} too high"
+    if off < -FAR:
+        return f"{percent(-off)} too low"
+    # of 39 % too low the logarithm is −½, of 65 % too high ½
+    return f"{format_short(-100 * math.expm1(min(off, -_LEAST)))}\N{NO-BREAK SPACE}% too low"
 
 
 def listed(ratios: Sequence[float] | Mapping[float, Any]) -> str:

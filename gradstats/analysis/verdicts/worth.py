@@ -11,6 +11,8 @@ from gradstats.tables import format_short
 __all__ = ["should_compress"]
 
 _UNIT = "\N{NO-BREAK SPACE}%"
+_STANDS_OUT = 2
+"""How often the share of a normal vector few elements have to hold, beside many that hold no more than its share."""
 
 
 def should_compress(
@@ -67,7 +69,8 @@ def should_compress(
     held = {r: [by[r] for by in shares.values() if r in by] for r in next(iter(shares.values()))}
     most = max(held)
     holding = _holding(shares, held)
-    if max(held[most]) <= even[most]:
+    # chance makes few elements of a normal vector hold more, and never twice as much of so many
+    if all(max(v) <= (1 if r == most else _STANDS_OUT) * even[r] for r, v in held.items()):
         headline = "Hardly: it has no large elements to send"
         # a smaller number format needs none
         if setting.startswith("dense-"):
