@@ -209,8 +209,8 @@ def beyond(rows: Sequence[Row]) -> str:
         f"At nine times the rate seed 0 ended lower than at any of the three in {sgd[0]} dense trainings with SGD and "
         f"{sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}, with Muon in {muon[0]} and {muon[1]}. "
         f"With that rate among those of both, `topk` ended nearer to dense, by 1 % of its loss or more, in {sgd[2]} "
-        f"with SGD and farther in {sgd[3]}, with AdamW in {adam[2]} and {adam[3]}, with Muon in {muon[2]} and {muon[3]}; it "
-        f"came within 2 % of dense, or left that, in {sgd[4]}, {adam[4]} and {muon[4]}."
+        f"with SGD and farther in {sgd[3]}, with AdamW in {adam[2]} and {adam[3]}, with Muon in {muon[2]} and "
+        f"{muon[3]}; it came within 2 % of dense, or left that, in {sgd[4]}, {adam[4]} and {muon[4]}."
         + "".join(
             f" With {name} all three are too small for most trainings: what is said here of its losses is of trainings "
             "that are slower than they have to be."
