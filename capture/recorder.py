@@ -182,9 +182,13 @@ class Recorder:
 
     def leave(self) -> None:
         """Record nothing more, and close nothing: this is a copy in a forked process, such as a data loader's."""
+        # nothing is open yet: this process may be the one that trains
+        if self._background is None:
+            return
         self.active = False
+        # the thread that writes is the parent's, and so is the trace; to free pinned memory would ask a device of it
+        _left.append((self._background, self._snapshot, self._waiting, self._arrays))
         self._forget()
-        # the thread that writes is the parent's, and so is the trace
         self._waiting = self._background = None
 
     @property
@@ -557,6 +561,8 @@ class Recorder:
 
 
 _all: weakref.WeakSet[Recorder] = weakref.WeakSet()
+_left: list[Any] = []
+"""What this process has of its parent's captures, and never frees."""
 
 
 def _leave() -> None:
@@ -601,12 +607,8 @@ def at_exit(close: Callable[[], Callable[[], object] | None]) -> None:
     close : callable
         Returns what to call, or None.
     """
-    process = os.getpid()
 
     def finish() -> None:
-        # a forked process would wait for a thread that is its parent's
-        if os.getpid() != process:
-            return
         # asked for now: what is weakly held may be gone
         method = close()
         if method is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -165,6 +166,7 @@ class BackgroundWriter:
         # An event, because a join that Ctrl-C interrupts takes the thread for ended (Python 3.11 and 3.12).
         self._done = threading.Event()
         self._given_up = False
+        self._process = os.getpid()
         self.error: Exception | None = None
         self._started, self._waited = time.monotonic(), 0.0
         self._effort = Effort()
@@ -246,8 +248,8 @@ class BackgroundWriter:
         bool
             Whether the thread has ended.
         """
-        # nobody waits again after a second Ctrl-C, not at interpreter exit either
-        if self._given_up:
+        # nobody waits again after a second Ctrl-C, not at interpreter exit either; nor for a thread of the parent's
+        if self._given_up or os.getpid() != self._process:
             return False
         # the end of the queue: what came before is written first; a second one is never read
         self._full.put(None)

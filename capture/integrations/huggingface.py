@@ -206,6 +206,7 @@ class MonitorCallback(TrainerMonitor, TrainerCallback):  # type: ignore[misc]
         control: TrainerControl,
         *,
         model: torch.nn.Module,
+        optimizer: Any = None,
         **_: Any,
     ) -> None:
         """Make the monitor."""
@@ -218,7 +219,8 @@ class MonitorCallback(TrainerMonitor, TrainerCallback):  # type: ignore[misc]
             raise InputError(
                 f"gradients sharded by {parallel.value} cannot be described; use DDP or FSDP2"
             )
-        self._watch(model, state.global_step)
+        # accelerate's optimizer has the scaler that it steps with
+        self._watch(model, state.global_step, scaler=getattr(optimizer, "scaler", None))
 
     def on_pre_optimizer_step(  # numpydoc ignore=PR01
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

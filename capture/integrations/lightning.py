@@ -103,8 +103,11 @@ class CaptureCallback(TrainerCapture, Callback):  # type: ignore[misc]
     ) -> None:
         """Add up the loss of the step."""
         scaler = _scaler(trainer)
-        # the precision plugin has multiplied it already; detached, or the graph of every micro-batch would be kept
-        self._loss = self._loss + loss.detach() / (1.0 if scaler is None else scaler.get_scale())
+        # detached, or the graph of every micro-batch would be kept
+        loss = loss.detach()
+        # the precision plugin has multiplied it already; on the device, where get_scale() would wait for it
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones_like(loss))
+        self._loss = self._loss + loss / scale
 
     def on_before_optimizer_step(  # numpydoc ignore=PR01
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

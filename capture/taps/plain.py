@@ -60,6 +60,8 @@ class PlainTap(Tap):
         self._ddp = ddp
         self._applied = Applied(watch.note_step)
         self._applied.watch(layout.parameters)
+        # whether a step of the trace has ended after the optimizer's
+        self._after_steps = False
 
     def end(
         self,
@@ -110,6 +112,11 @@ class PlainTap(Tap):
         """Begin the step of the trace: :meth:`end` comes after the optimizer's step."""
         self._begin(self._recorder.wanted())
 
+    def close(self) -> None:
+        """End the step in progress, and look for no more steps of optimizers."""
+        super().close()
+        self._applied.forget()
+
     def check(self) -> None:
         """Refuse a hook on the DDP model: the gradients would be what it left."""
         check_no_hook(self._ddp)
@@ -153,14 +160,16 @@ class PlainTap(Tap):
                 "the scaler has unscaled the gradients: call capture.step() before scaler.unscale_() and "
                 "scaler.step(), or give the Capture no scaler"
             )
+        self._after_steps |= gradients and stepped
         scaler = applied.scaler if given is None else None
-        if scaler is not None and gradients and not stepped and _ready(scaler):
+        # where steps end after the optimizer's, gradients are unscaled; a step that the scaler skips looks like none
+        if scaler is not None and gradients and not self._after_steps and _ready(scaler):
             self._recorder.warn_once("scaled", SCALED)
 
     def _copy(self, source: torch.nn.Module, slots: Mapping[int, slice]) -> None:
         """Copy the gradients of a step that is recorded, and mark those that are gone."""
         kinds, own = list(self._recorder.arrays), source is self._layout.model
-        seen, taken = set(), []
+        seen, taken, unused = set(), [], []
         named = self._layout.named() if own else dict(source.named_parameters())
         for name, parameter in named.items():
             slot = slots.get(id(parameter))
@@ -175,11 +184,14 @@ class PlainTap(Tap):
                 self._recorder.absent(slot)
                 continue
             if parameter.grad is not None and own and self._unused(parameter):
-                self._recorder.unused(slot)
+                unused.append(slot)
                 continue
             # also without a gradient: put() then writes zeros
             for kind in kinds:
                 self._recorder.put(kind, slot, parameter)
+        # last: it waits for the copies that are on their way
+        for slot in unused:
+            self._recorder.unused(slot)
         self._absent(taken, TAKEN)
         self._mark_gone([layer for layer in self._layout.layers if layer.name not in seen])
 

@@ -337,7 +337,7 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
     for rank, of_kind, step in keys:
         if of_kind == kind:
             steps_of.setdefault(rank, []).append(step)
-    # a trace knows the zeros, NaN and infinities of every step of every rank
+    # a trace knows the zeros, NaN and infinities of every step of every rank; those that were chosen count
     chosen = set(keys)
     recorded = [
         r for r in info_records(source)

@@ -519,5 +519,6 @@ def drift(  # numpydoc ignore=PR01
             f"{take}here are {captured}: capture sketches of every step (gradstats capture --store sketches --every 1)."
         )
         return
-    have = "row has" if len(records) == 1 else "rows have"
-    note(f"{take}{len(few)} of {len(records)} {have} fewer with such a number.")
+    have = "has" if len(few) == 1 else "have"
+    rows = "row" if len(records) == 1 else "rows"
+    note(f"{take}{len(few)} of {len(records)} {rows} {have} fewer with such a number.")

@@ -110,7 +110,7 @@ class Fragment:
             values, anchor = local_values(parameter), self.anchors[name]
             if (values.dtype, values.device) != (anchor.dtype, anchor.device):
                 return True
-            if not torch.equal(values, anchor):
+            if not torch.allclose(values, anchor, rtol=0, atol=0, equal_nan=True):
                 return True
         return False
 

@@ -291,7 +291,10 @@ class LocalSteps(Facts):
         if self._optimizers.attached:
             raise InputError("this LocalSteps is entered already")
         # the first exchange would count what was loaded as steps, and mostly take it back
-        if not (self.step or self._data_parallel) and any(f.moved() for f in self._fragments):
+        moved = not (self.step or self._data_parallel) and any(f.moved() for f in self._fragments)
+        device = self._fragments[0].device
+        # of all ranks: the others would wait for one that is refused
+        if not self.step and any(all_gather_flags(int(moved), self._group, device)):
             raise InputError(
                 "the model was changed, loaded or moved since LocalSteps was made: make LocalSteps after that"
             )

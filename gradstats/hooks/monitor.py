@@ -24,7 +24,7 @@ from gradstats.hooks.layout import check_patterns, matching
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
 from gradstats.hooks.optimizers import (
     GoneOptimizer,
-    SteppedGradient,
+    SteppedGradients,
     TakenGradients,
     after_closure,
     after_steps,
@@ -271,9 +271,9 @@ class Monitor(Facts):
         self.blame: str | None = None
         self._handles: list[Any] = []
         self._updates = StepUpdates(self._layers)
-        self._used: SteppedGradient | None = None
+        self._used: SteppedGradients | None = None
         if scaler is not None and optimizer is None:
-            self._used = SteppedGradient([p for _, p in self._layers])
+            self._used = SteppedGradients([p for _, p in self._layers])
             self._applied = Applied(self._used.note)
             self._applied.watch(p for _, p in self._layers)
         if optimizer is not None:
@@ -285,7 +285,11 @@ class Monitor(Facts):
     def _warn_of_another(self, optimizer: object) -> None:
         """Warn of a monitor that logs the same names already, as of a cell that is run again."""
         others = _followed.setdefault(optimizer, weakref.WeakSet())
-        if any(each._handles and each._prefix == self._prefix for each in others):
+        names = dict(self._layers).keys()
+        if any(
+            each._handles and each._prefix == self._prefix and names & dict(each._layers).keys()
+            for each in others
+        ):
             warn("the optimizer has a monitor already, which goes on logging: close() that one")
         others.add(self)
 
@@ -334,7 +338,7 @@ class Monitor(Facts):
             If the loss scaler has taken its step, and its scale off the gradients, already.
         """
         # after scaler.update() its stages say nothing of that any more
-        stepped = self._used is not None and self._used.stands() and self._applied.scaled
+        stepped = self._used is not None and self._used.stand() and self._applied.scaled
         if stepped and all(stage == "READY" for stage in scaler_stages(self._scaler)):
             raise InputError(
                 "the scaler has unscaled the gradients: call monitor.step() before scaler.step()"

@@ -93,8 +93,8 @@ class Notices:
         """
         self._say(
             "twice",
-            f"{memory} steps before the exchange, and {optimizer} has moments of its own after it: the momentum counts "
-            "twice. Train with torch.optim.SGD without momentum, at the same learning rate",
+            f"{memory} steps before the exchange, and {optimizer} has a momentum of its own after it: the momentum "
+            "counts twice. Train with torch.optim.SGD without momentum",
         )
 
     def _say(self, kind: str, text: str) -> None:

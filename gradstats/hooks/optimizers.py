@@ -14,7 +14,7 @@ from gradstats.hooks.torch_private import innermost_optimizer, version
 
 __all__ = [
     "GoneOptimizer",
-    "SteppedGradient",
+    "SteppedGradients",
     "TakenGradients",
     "after_closure",
     "after_steps",
@@ -192,8 +192,8 @@ class TakenGradients:
             warn(message)
 
 
-class SteppedGradient:
-    """Notes the gradient that an optimizer's step begins with: until the next backward pass it stays as it is.
+class SteppedGradients:
+    """Notes the gradients that an optimizer's step begins with: until the next backward pass they stay as they are.
 
     Parameters
     ----------
@@ -203,20 +203,23 @@ class SteppedGradient:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._noted: tuple[torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
+        self._noted: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def note(self) -> None:
-        """Note one gradient: all are accumulated, zeroed or dropped together."""
-        found = ((p, p.grad) for p in self._parameters if p.grad is not None)
-        self._noted = next(((p, weakref.ref(g), version(g)) for p, g in found), None)
+        """Note the gradients that there are."""
+        self._noted = [(weakref.ref(gradient), version(gradient)) for gradient in self._present()]
 
-    def stands(self) -> bool:
-        """Tell whether it is still there, untouched."""
-        if self._noted is None:
-            return False
-        parameter, gradient, before = self._noted
-        now = parameter.grad
-        return now is not None and now is gradient() and version(now) == before
+    def stand(self) -> bool:
+        """Tell whether these, and no others, are there, untouched: one backward pass may reach others than the last."""
+        now = self._present()
+        return len(now) == len(self._noted) > 0 and all(
+            noted() is gradient and before == version(gradient)
+            for (noted, before), gradient in zip(self._noted, now, strict=True)
+        )
+
+    def _present(self) -> list[torch.Tensor]:
+        # those of frozen parameters are older
+        return [p.grad for p in self._parameters if p.requires_grad and p.grad is not None]
 
 
 class GoneOptimizer:

@@ -491,7 +491,6 @@ class CompressionState(Facts):
         if self.compressor.has_ratio and not isinstance(self.memory, NoMemory | AdamCorrection):
             for kind in setup.applied.adaptive():
                 self._notices.adaptive(kind)
-
         if isinstance(self.memory, AdamCorrection | MomentumCorrection):
             kinds = setup.applied.with_momentum()
             # Adam behind a momentum is said above

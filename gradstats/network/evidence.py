@@ -163,9 +163,10 @@ def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[in
     # a union needs positions, which sketches do not have
     if not common or not all(trace.has_gradients(rank, kind) for rank in trace.ranks):
         return {}
-    first, *others = (trace.read(min(common), rank=rank, kind=kind) for rank in trace.ranks)
+    first, *others = trace.ranks
+    values = trace.read(min(common), rank=first, kind=kind)
     # captured after averaging: of workers, who select each by itself, it says nothing
-    if all(np.array_equal(first, other) for other in others):
+    if all(np.array_equal(values, trace.read(min(common), rank=r, kind=kind)) for r in others):
         return {}
 
     def mean(ratio: float) -> Callable[[int], float]:

@@ -507,9 +507,9 @@ def test_with_a_scaler_a_step_ends_before_the_scaler_s(tmp_path):
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
     def train(capture, order):
-        for _ in range(2):
+        for factor in (1.0, 1.0, float("inf")):  # the last step is one that the scaler skips
             optimizer.zero_grad()
-            scaler.scale(net(torch.ones(1, 8)).sum()).backward()
+            scaler.scale(factor * net(torch.ones(1, 8)).sum()).backward()
             for call in order:
                 call() if call == capture.step or call == scaler.update else call(optimizer)
 

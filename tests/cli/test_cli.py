@@ -557,7 +557,7 @@ def test_a_layer_of_zeros_does_not_make_steps_few(tmp_path):
     writer.close()
     take = "Trend, autocorrelation and change take 20 steps, and"
     asked = ("drift", path, "--quantity", "mean", "--per-layer")
-    assert f"{take} 1 of 3 rows have fewer with such a number." in run(*asked).stderr
+    assert f"{take} 1 of 3 rows has fewer with such a number." in run(*asked).stderr
     few = run(*asked, *(a for step in range(5) for a in ("--step", step))).stderr
     assert f"{take} here are 5: capture sketches of every step" in few
 

@@ -174,6 +174,31 @@ def test_with_a_scaler_a_step_by_hand_comes_before_the_scaler_s(fused):
             monitor.step()
 
 
+def test_with_a_scaler_optimizers_may_take_turns_and_parameters_be_frozen():
+    net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    layers = [net[0], net[2]]
+    net[4].requires_grad_(False)
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+    monitor = Monitor(net, scaler=scaler)
+    for step in range(4):
+        layer, optimizer = layers[step % 2], optimizers[step % 2]
+        optimizer.zero_grad()  # of the other one gradients stay
+        gradients = torch.autograd.grad(
+            scaler.scale(net(inputs(0, step)).square().mean()), list(layer.parameters())
+        )
+        torch.autograd.backward(list(layer.parameters()), gradients)
+        monitor.step()
+        scaler.step(optimizer)
+        scaler.update()
+    layers[1].requires_grad_(False)
+    for step in range(2):
+        optimizers[0].zero_grad()
+        scaler.scale(net(inputs(0, step)).square().mean()).backward()
+        monitor.step()
+        scaler.step(optimizers[0])
+        scaler.update()
+
+
 def test_unused_parameters_and_empty_gradients():
     net = nn.ModuleDict({"a": nn.Linear(4, 3), "unused": nn.Linear(4, 3)})
     monitor = Monitor(net, per_layer=True)
@@ -665,6 +690,7 @@ def test_a_second_monitor_of_an_optimizer_is_said():
     Monitor(net, optimizer=optimizer).close()
     first = Monitor(net, optimizer=optimizer)
     Monitor(net, optimizer=optimizer, prefix="other/")
+    Monitor(net, optimizer=torch.optim.SGD(net.parameters(), 0.1))
     with pytest.warns(UserWarning, match="has a monitor already, which goes on logging"):
         Monitor(net, optimizer=optimizer)
     assert first._handles

@@ -69,19 +69,19 @@ def percent(error: float) -> str:
 
 
 def off_by(off: float) -> str:
-    """Return how far a value is off, in per cent of the exact one, and on which side.
+    """Return how far a value is off, and on which side.
 
     Parameters
     ----------
     off : float
-        Logarithm of their ratio, finite.
+        Logarithm of its ratio to the exact one, finite.
     """
     if off >= 0:
         return f"{percent(off)} too high"
-    if off < -FAR:
+    # of what is too low a percentage would be another one; where it is small they are the same
+    if -off <= FITS or -off > 5:
         return f"{percent(-off)} too low"
-    # of 39 % too low the logarithm is −½, of 65 % too high ½
-    return f"{format_short(-100 * math.expm1(min(off, -_LEAST)))}\N{NO-BREAK SPACE}% too low"
+    return f"too low by a factor of {math.exp(-off):.3g}"
 
 
 def listed(ratios: Sequence[float] | Mapping[float, Any]) -> str:
