@@ -24,6 +24,7 @@ from capture.updates import Updates
 from capture.writer import BackgroundWriter, Snapshot, ThinningWriter
 from gradstats import errors
 from gradstats.hooks import Scaler
+from gradstats.hooks.step import loss_scale
 from gradstats.hooks.torch_private import before_thread_pools_end
 from gradstats.primitives.ratio import shown
 from gradstats.trace import Dtype, Kind, Shard, Store, TraceWriter
@@ -237,7 +238,7 @@ class Recorder:
             # the others are written by Updates, when the optimizers have stepped
             self._arrays = {kind: a for kind, a in arrays.items() if kind not in OF_PARAMETERS}
             # the scale that this backward pass carries: scaler.update() comes after it
-            self.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+            self.scale = loss_scale(self.scaler)
         # also where the step is not recorded: optimizers' steps are assigned to steps of the trace by their order
         if self.updates is not None:
             self.updates.begin(

@@ -15,7 +15,7 @@ from capture.taps.tap import SCALED, Tap, check_no_hook
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
 from gradstats.hooks.applied import Applied
-from gradstats.hooks.torch_private import scaler_stages
+from gradstats.hooks.torch_private import has_unscaled
 from gradstats.trace import Kind, Layer
 
 __all__ = ["TAKEN", "PlainTap"]
@@ -155,7 +155,7 @@ class PlainTap(Tap):
         given, applied, stepped = self._recorder.scaler, self._applied, self._watch.stepped
         # what is unscaled already would be divided by the scale once more; scaler.update() forgets that it was
         late = gradients and stepped and applied.scaled
-        if given is not None and (late or not _ready(given)):
+        if given is not None and (late or has_unscaled(given)):
             raise InputError(
                 "the scaler has unscaled the gradients: call capture.step() before scaler.unscale_() and "
                 "scaler.step(), or give the Capture no scaler"
@@ -163,7 +163,7 @@ class PlainTap(Tap):
         self._after_steps |= gradients and stepped
         scaler = applied.scaler if given is None else None
         # where steps end after the optimizer's, gradients are unscaled; a step that the scaler skips looks like none
-        if scaler is not None and gradients and not self._after_steps and _ready(scaler):
+        if scaler is not None and gradients and not self._after_steps and not has_unscaled(scaler):
             self._recorder.warn_once("scaled", SCALED)
 
     def _copy(self, source: torch.nn.Module, slots: Mapping[int, slice]) -> None:
@@ -208,8 +208,3 @@ class PlainTap(Tap):
         for layer in layers:
             self._recorder.absent(layer.slice)
         self._absent([layer.name for layer in layers], _GONE)
-
-
-def _ready(scaler: Any) -> bool:
-    """Tell whether a loss scaler has not unscaled the gradients of the step, as far as it knows."""
-    return all(stage == "READY" for stage in scaler_stages(scaler))

@@ -290,14 +290,14 @@ class LocalSteps(Facts):
         """Begin to count the optimizer's steps."""
         if self._optimizers.attached:
             raise InputError("this LocalSteps is entered already")
-        # the first exchange would count what was loaded as steps, and mostly take it back
-        moved = not (self.step or self._data_parallel) and any(f.moved() for f in self._fragments)
-        device = self._fragments[0].device
-        # of all ranks: the others would wait for one that is refused
-        if not self.step and any(all_gather_flags(int(moved), self._group, device)):
-            raise InputError(
-                "the model was changed, loaded or moved since LocalSteps was made: make LocalSteps after that"
-            )
+        if not (self.step or self._data_parallel):
+            moved = any(f.moved() for f in self._fragments)
+            # the first exchange would count what was loaded as steps, and mostly take it back; refused on all ranks
+            # together, as the others would wait for one
+            if any(all_gather_flags(int(moved), self._group, self._fragments[0].device)):
+                raise InputError(
+                    "the model was changed, loaded or moved since LocalSteps was made: make LocalSteps after that"
+                )
         if self._data_parallel:
             self._optimizers.attach(self._average_gradients, self._count, 1, closures=False)
         else:

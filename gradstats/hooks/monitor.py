@@ -31,11 +31,11 @@ from gradstats.hooks.optimizers import (
     before_steps,
 )
 from gradstats.hooks.spikes import FEWEST, LIMIT, WINDOW, Spikes, Trigger
-from gradstats.hooks.step import Scaler
+from gradstats.hooks.step import Scaler, loss_scale
 from gradstats.hooks.torch_private import (
     calling_scaler,
+    has_unscaled,
     innermost_optimizer,
-    scaler_stages,
     unwrap,
 )
 from gradstats.hooks.units import shard_groups
@@ -247,16 +247,9 @@ class Monitor(Facts):
         inner: torch.nn.Module = unwrap(model).module
         patterns = ["*"] if parameters is None else check_patterns(parameters, "parameters")
         watched = matching(patterns)
-        self._layers = [
-            (name, parameter)
-            for name, parameter in inner.named_parameters()
-            if parameter.requires_grad and watched(name)
-        ]
-        self._frozen = [
-            (name, parameter)
-            for name, parameter in inner.named_parameters()
-            if not parameter.requires_grad and watched(name)
-        ]
+        named = [(name, p) for name, p in inner.named_parameters() if watched(name)]
+        self._layers = [each for each in named if each[1].requires_grad]
+        self._frozen = [each for each in named if not each[1].requires_grad]
         if not self._layers:
             raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
         self._taken = TakenGradients(self._layers)
@@ -339,11 +332,11 @@ class Monitor(Facts):
         """
         # after scaler.update() its stages say nothing of that any more
         stepped = self._used is not None and self._used.stand() and self._applied.scaled
-        if stepped and all(stage == "READY" for stage in scaler_stages(self._scaler)):
+        if stepped and not has_unscaled(self._scaler):
             raise InputError(
                 "the scaler has unscaled the gradients: call monitor.step() before scaler.step()"
             )
-        return self._take(lambda: (self._loss_scale(), self._present_scale()))
+        return self._take(self._scales)
 
     def close(self) -> None:
         """Unhook the optimizer. Calling it twice does no harm."""
@@ -384,11 +377,12 @@ class Monitor(Facts):
             self._updates.before()
         # GradScaler puts it on a fused optimizer, which gets gradients with the scale still on
         scale = getattr(optimizer, "grad_scale", None)
-        scaler = calling_scaler() if self._scaler is None else self._scaler
 
         def scales() -> tuple[float, float]:
-            present = 1.0 if scaler is None else float(scaler.get_scale())
-            return (1.0, present) if scale is None else (float(scale), float(scale))
+            if scale is not None:
+                return float(scale), float(scale)
+            # asked for in a described step alone: it looks through the stack
+            return 1.0, loss_scale(calling_scaler() if self._scaler is None else self._scaler)
 
         return after_closure(arguments, options, partial(self._take, scales))
 
@@ -405,13 +399,10 @@ class Monitor(Facts):
         self.values |= {self._prefix + name: value for name, value in values.items()}
         self._logged()
 
-    def _present_scale(self) -> float:
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
-
-    def _loss_scale(self) -> float:
-        """Return the scale that the gradients have now: the scaler may have taken it off."""
-        unscaled = any(stage != "READY" for stage in scaler_stages(self._scaler))
-        return 1.0 if unscaled else self._present_scale()
+    def _scales(self) -> tuple[float, float]:
+        """Return the scale that the gradients have now, which the scaler may have taken off, and the loss scale."""
+        present = loss_scale(self._scaler)
+        return 1.0 if has_unscaled(self._scaler) else present, present
 
     def _take(self, scales: Callable[[], tuple[float, float]]) -> dict[str, float]:
         """Describe a step; `scales` returns the loss scale that gradients have now, and that of the backward passes."""

@@ -40,6 +40,7 @@ __all__ = [
     "fail_when_asked",
     "groups_of_rank",
     "has_step_hooks",
+    "has_unscaled",
     "innermost_optimizer",
     "is_part",
     "nested_backward",
@@ -48,7 +49,6 @@ __all__ = [
     "parameter_groups",
     "parts_of",
     "reduce_scatter",
-    "scaler_stages",
     "shard_group",
     "shard_place",
     "store_of",
@@ -181,16 +181,18 @@ def parts_of(module: torch.nn.Module) -> list[object]:
     return [*module._modules.values(), *module._parameters.values()]
 
 
-def scaler_stages(scaler: object) -> list[str]:
-    """Return how far a GradScaler is with each optimizer of this step: ``READY``, ``UNSCALED`` or ``STEPPED``.
+def has_unscaled(scaler: object) -> bool:
+    """Tell whether a GradScaler has taken its scale off gradients of this step; ``update()`` makes it forget that.
 
     Parameters
     ----------
     scaler : object
-        Loss scaler; one of another kind keeps no stages.
+        Loss scaler; one of another kind does not tell.
     """
     states = getattr(scaler, "_per_optimizer_states", {})
-    return [getattr(state.get("stage"), "name", "READY") for state in states.values()]
+    # a stage for each optimizer: READY, UNSCALED or STEPPED
+    stages = (getattr(state.get("stage"), "name", "READY") for state in states.values())
+    return any(stage != "READY" for stage in stages)
 
 
 def backward_pass() -> int:
