@@ -14,7 +14,7 @@ from gradstats.compressors.base import NamedSlice
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_several, shown
 
-__all__ = ["ParameterLayout", "check_patterns", "matching"]
+__all__ = ["ParameterLayout", "check_patterns", "idle", "matching"]
 
 
 def check_patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:
@@ -51,6 +51,22 @@ def matching(patterns: Sequence[str]) -> Callable[[str], bool]:
     names = {each for each in patterns if glob.escape(each) == each}
     rest = [each for each in patterns if each not in names]
     return lambda name: name in names or any(fnmatch.fnmatchcase(name, each) for each in rest)
+
+
+def idle(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the patterns that match none of some names.
+
+    Parameters
+    ----------
+    patterns : sequence of str
+        Name patterns (``fnmatch``).
+    names : sequence of str
+        Names of parameters.
+    """
+    known = set(names)
+    return [
+        each for each in patterns if each not in known and not any(map(matching([each]), names))
+    ]
 
 
 class ParameterLayout:

@@ -31,6 +31,7 @@ from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
 from gradstats.hooks.fragment import Fragment, Named, divide, local_values
 from gradstats.hooks.gradient import Pair, dense
+from gradstats.hooks.layout import check_patterns, idle
 from gradstats.hooks.local_optimizers import LocalOptimizers
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState
@@ -131,7 +132,8 @@ class LocalSteps(Facts):
 
     All ranks must take the same number of steps: with ``torch.amp.GradScaler``, which skips steps where a rank
     overflows, use bfloat16 instead. At the end of the block, unless by an error, what was not exchanged yet is, so that
-    all ranks end with the same parameters. Buffers, such as running means, stay each rank's own.
+    all ranks end with the same parameters. Buffers, such as running means, stay each rank's own. A parameter that is
+    frozen within the block moves once more, to where the next exchange takes it, and then stays.
 
     Of a sharded model (``fully_shard``, with the mesh of one replica) a local step is one of all ranks of a replica.
     Then each rank exchanges its shards with the ranks of other replicas that hold the same; each has compressor and
@@ -215,13 +217,18 @@ class LocalSteps(Facts):
         parts = divide(self._named, fragments)
         if len(parts) > self.steps:
             raise InputError(f"{len(parts)} fragments need as many steps, and these are {steps}")
+        exclude = check_patterns(options.pop("exclude", ()), "exclude")
+        # those that match nothing go to the first, which says so
+        unused = idle(exclude, [n for n, _ in model.named_parameters()])
         self._fragments: list[Fragment] = []
         for i, named in enumerate(parts):
+            elsewhere = {*idle(exclude, [n for n, _ in named])} - ({*unused} if i == 0 else set())
             # the first fragment has the user's own objects, to look at; copies for the others, as state must not mix
             build = partial(
                 CompressionState,
                 copy.deepcopy(compressor) if i else compressor,
                 memory=copy.deepcopy(memory) if i else memory,
+                exclude=[each for each in exclude if each not in elsewhere],
                 **options,
             )
             # spread over the interval; the last one is exchanged at its end
@@ -321,8 +328,8 @@ class LocalSteps(Facts):
         -------
         dict
             One entry, named by the global rank, so that ``torch.distributed.checkpoint`` can save all ranks' under one
-            name: a dictionary of tensors, numbers and bytes. This rank's parameters (or shards) are in it, those of the
-            last exchange and those now, and the states of both optimizers.
+            name: a dictionary of tensors, numbers and bytes. This rank's trainable parameters (or shards) are in it,
+            those of the last exchange and those now, its buffers, and the states of both optimizers.
         """
         for fragment in self._fragments:
             # the memory is settled, and the mean is there, only when it has ended
@@ -335,6 +342,7 @@ class LocalSteps(Facts):
             "exchanges": self.exchanges,
             "parameters": {n: local_values(p).clone() for n, p in self._named},
             "anchors": {n: anchors[n].clone() for n, _ in self._named},
+            "buffers": {n: local_values(b).clone() for n, b in self._buffers()},
             **self._optimizers.pack(),
             "outer": pack_optimizer(self._outer),
             "fragments": [f.state_dict() for f in self._fragments],
@@ -342,7 +350,7 @@ class LocalSteps(Facts):
         return seal(dist.get_rank(), own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, the model's parameters and both optimizers with it.
+        """Restore what :meth:`state_dict` returned: parameters, buffers and both optimizers, too.
 
         Parameters
         ----------
@@ -368,8 +376,10 @@ class LocalSteps(Facts):
             check_count_of("local steps", own.get("steps"), self.steps)
             step, exchanges = field(own, "step", int), field(own, "exchanges", int)
             saved, anchors = (
-                self._check_parameters(own, what) for what in ("parameters", "anchors")
+                _checked(own, what, self._named) for what in ("parameters", "anchors")
             )
+            # of before they were saved: they stay as they are
+            buffers = _checked(own, "buffers", self._buffers()) if "buffers" in own else {}
             fragments = field(own, "fragments", list)
             check_count_of("fragments", len(fragments), len(self._fragments))
             outer = unpack_optimizer(self._outer, field(own, "outer", bytes), "outer optimizer")
@@ -384,19 +394,15 @@ class LocalSteps(Facts):
             each()
         for name, parameter in self._named:
             local_values(parameter).copy_(saved[name])
+        for name, buffer in self._buffers() if buffers else ():
+            local_values(buffer).copy_(buffers[name])
         self.step, self.exchanges, self.last = step, exchanges, None
         self._before = exchanges, None
 
-    def _check_parameters(self, own: Mapping[str, Any], what: str) -> Mapping[str, torch.Tensor]:
-        """Return values of the parameters in a checkpoint, if they are those of this model."""
-        saved = field(own, what, Mapping)  # type: ignore[type-abstract]
-        if list(saved) != [n for n, _ in self._named]:
-            raise InputError(f"the checkpoint has other {what} than this model")
-        for name, parameter in self._named:
-            check_values(
-                f"{name} of {what}", saved[name], local_values(parameter).shape, parameter.dtype
-            )
-        return saved
+    def _buffers(self) -> Named:
+        """Return the model's buffers, but for those that a checkpoint of the model leaves out, too."""
+        kept = self._model.state_dict()
+        return [(name, buffer) for name, buffer in self._model.named_buffers() if name in kept]
 
     def discard(self) -> None:
         """Take the last exchange of every fragment back: memories, estimators and counters are as before it.
@@ -457,6 +463,7 @@ class LocalSteps(Facts):
         return {
             "local steps": str(self.step) if counted else "the last",
             "the outer optimizer's options": optimizer_options(self._outer),
+            "frozen parameters": ", ".join(n for n, p in self._named if not p.requires_grad),
         }
 
     def _check_known(self) -> None:
@@ -508,11 +515,24 @@ class LocalSteps(Facts):
         self._watcher.before(pairs)
         fragment.average(pairs, self.step, self._details())
         for parameter, mean in pairs:
-            parameter.grad = as_sharded(parameter, mean)
+            if (
+                parameter.requires_grad
+            ):  # of one frozen since, zero would let momentum and weight decay move it
+                parameter.grad = as_sharded(parameter, mean)
 
     def _count(self) -> None:
         self.step += 1
         self._count_exchange()
+
+
+def _checked(own: Mapping[str, Any], what: str, named: Named) -> Mapping[str, torch.Tensor]:
+    """Return values of parameters or buffers in a checkpoint, if they are those of this model."""
+    saved = field(own, what, Mapping)  # type: ignore[type-abstract]
+    if list(saved) != [n for n, _ in named]:
+        raise InputError(f"the checkpoint has other {what} than this model")
+    for name, values in named:
+        check_values(f"{name} of {what}", saved[name], local_values(values).shape, values.dtype)
+    return saved
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.compressors import Compressor, Selector, as_compressor
-from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError
+from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError, several, warn
 from gradstats.hooks.agreement import Agreement, as_made, check_applied, described
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
 from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
 from gradstats.hooks.guard import Guard, NonFinite
-from gradstats.hooks.layout import ParameterLayout, check_patterns
+from gradstats.hooks.layout import ParameterLayout, check_patterns, idle
 from gradstats.hooks.leftover import Leftover
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.hooks.notices import Notices
@@ -205,7 +205,13 @@ class CompressionState(Facts):
         self._before: Undo | None = None
         self._notices = Notices()
         if named_parameters is not None:
-            self._setup.add(named_parameters)
+            named = list(named_parameters)
+            self._setup.add(named)
+            if unused := idle(exclude, names := [name for name, _ in named]):
+                warn(
+                    f"exclude: no parameter is called {several(unused)}, so that excludes none; the first of "
+                    f"{len(names)} is {names[0] if names else 'missing'}"
+                )
 
     def _facts(self) -> dict[str, str]:
         memory = type(self.memory).__name__ if self.error_feedback else "none"

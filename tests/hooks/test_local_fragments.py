@@ -9,6 +9,8 @@ from ranks import run_ranks
 from workers import local_fragments as cases
 from workers.local_fragments import DECAY, DELAY, MIX, OUTER, RATE, RATIO, STEPS, H
 
+from gradstats.compressors import TopK
+from gradstats.hooks import LocalSteps
 from gradstats.primitives.ratio import target_count
 
 pytestmark = pytest.mark.distributed
@@ -112,3 +114,20 @@ def test_what_is_not_finite_is_gone_when_the_late_result_is_applied(two, policy)
     """Sent after the fourth step and applied after the sixth: not at the end of the block alone."""
     assert two[0][policy] == [True] * 11
     assert two[1][policy] == [True] * 3 + [False] * 2 + [True] * 6
+
+
+def test_a_pattern_may_exclude_of_one_fragment_alone(one_rank):
+    def made(*patterns):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+        net[1].bias.requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+        local = LocalSteps(
+            net, optimizer, steps=4, compressor=TopK(0.1), fragments=2, exclude=patterns
+        )
+        return [f.state._setup.layout.names for f in local._fragments]
+
+    # a frozen parameter's pattern is no mistake
+    assert made("0.bias", "1.weight", "1.bias") == [["0.weight"], []]
+    with pytest.warns(UserWarning, match="no parameter is called bias, so that") as warned:
+        assert made("bias", "1.weight") == [["0.weight"], ["0.bias"]]
+    assert len(warned) == 1

@@ -13,6 +13,7 @@ from gradstats import open_trace
 from gradstats.compressors import ChunkTopK
 from gradstats.errors import InputError
 from gradstats.hooks import ErrorFeedback, LocalSteps
+from gradstats.hooks.contents import seal
 
 pytestmark = pytest.mark.distributed
 
@@ -257,3 +258,87 @@ def test_a_model_that_was_loaded_or_moved_since_is_refused(one_rank):
             local,
         ):
             pass
+
+
+def steps_of(net, optimizer, count):
+    for _ in range(count):
+        optimizer.zero_grad()
+        net(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def test_a_frozen_parameter_moves_once_more_and_then_stays(one_rank):
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    # whose momentum would move it in every exchange
+    outer = torch.optim.SGD(net.parameters(), 0.7, momentum=0.9, nesterov=True)
+    with LocalSteps(net, optimizer, outer, steps=2):
+        steps_of(net, optimizer, 2)
+        exchanged = net.bias.clone()
+        steps_of(net, optimizer, 1)
+        net.bias.requires_grad_(False)
+        seen = []
+        for _ in range(3):
+            steps_of(net, optimizer, 1)
+            seen.append((net.weight.clone(), net.bias.clone()))
+            steps_of(net, optimizer, 1)
+        net.bias.requires_grad_(True)
+        steps_of(net, optimizer, 1)
+    assert not torch.equal(seen[0][0], seen[1][0])
+    assert not torch.equal(seen[0][1], exchanged)  # the step that it took counts
+    assert torch.equal(seen[0][1], seen[1][1])
+    assert torch.equal(seen[0][1], seen[2][1])
+    assert not torch.equal(seen[0][1], net.bias)  # it is trained again
+
+
+def test_an_average_in_every_step_does_not_move_what_is_frozen(one_rank):
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+    with LocalSteps(net, optimizer, steps=1):
+        steps_of(net, optimizer, 2)
+        net.bias.requires_grad_(False)
+        weight, bias = net.weight.clone(), net.bias.clone()
+        steps_of(net, optimizer, 2)
+    assert torch.equal(net.bias, bias)
+    assert not torch.equal(net.weight, weight)
+
+
+def test_ranks_that_froze_a_parameter_agree_on_it(two):
+    for name in ("now", "delayed"):
+        ends = [rank["frozen"][name] for rank in two]
+        for bias, after, weight in ends:
+            assert np.array_equal(bias, after)
+            assert np.array_equal(bias, ends[0][0])
+            assert np.array_equal(weight, ends[0][2])
+    assert [rank["frozen"]["one alone"] for rank in two] == ["frozen parameters"] * 2
+
+
+def test_a_checkpoint_has_the_buffers_of_its_rank(one_rank):
+    def made():
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        net.register_buffer("cache", torch.zeros(2), persistent=False)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        return net, optimizer, LocalSteps(net, optimizer, steps=2)
+
+    net, optimizer, local = made()
+    with local:
+        for _ in range(3):
+            net(torch.randn(8, 3)).square().sum().backward()
+            optimizer.step()
+        saved = local.state_dict()
+    assert net[1].num_batches_tracked == 3
+    other, _, again = made()
+    again.load_state_dict(saved)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(getattr(other[1], name), getattr(net[1], name))
+    assert [*saved["rank0"]["buffers"]] == [
+        "1.running_mean", "1.running_var", "1.num_batches_tracked",
+    ]  # fmt: skip
+    # of before buffers were saved: the model's own stay
+    content = {k: v for k, v in saved["rank0"].items() if k not in ("version", "contents")}
+    third, _, old = made()
+    old.load_state_dict(seal(0, {k: v for k, v in content.items() if k != "buffers"}))
+    assert third[1].num_batches_tracked == 0
+    assert torch.equal(third[0].weight, other[0].weight)
+    with pytest.raises(InputError, match="other buffers than this model"):
+        old.load_state_dict(seal(0, {**content, "buffers": {}}))

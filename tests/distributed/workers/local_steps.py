@@ -508,6 +508,44 @@ def captured(rank, world, path, name):
     return deltas[H - 1 :: H], gradients[H - 1 :: H], len(local._fragments)
 
 
+def frozen(rank, world):
+    """Freeze a bias between two exchanges, on both ranks, then on one alone."""
+    found = {}
+    for name, delay in (("now", 0), ("delayed", 2)):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        with LocalSteps(model, optimizer, outer, H, delay=delay) as local:
+            for step in range(3 * H + 2):
+                backward(model, optimizer, rank, step)
+                optimizer.step()
+                if (
+                    step == H + 2
+                ):  # a delayed exchange has come, and one with this interval's steps has not
+                    model[0].bias.requires_grad_(False)
+                if step == 2 * H + delay - 1:
+                    settled = model[0].bias.detach().clone()
+        found[name] = (
+            settled.numpy(),
+            model[0].bias.detach().numpy(),
+            model[0].weight.detach().numpy(),
+        )
+        assert local.exchanges == 4
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with LocalSteps(model, optimizer, steps=2):
+            model[0].bias.requires_grad_(rank > 0)
+            for step in range(2):
+                backward(model, optimizer, rank, step)
+                optimizer.step()
+    except GradstatsError as error:
+        found["one alone"] = (
+            "frozen parameters" if "frozen parameters" in str(error) else str(error)
+        )
+    return found
+
+
 def _each(cases):
     return {name: case() for name, case in cases.items()}
 
@@ -524,6 +562,7 @@ def two_ranks(rank, world, folder):
             "not finite": lambda: not_finite(rank, world),
             "wrong": lambda: wrong(rank, world),
             "rolled back": lambda: rolled_back(rank, world),
+            "frozen": lambda: frozen(rank, world),
             "not readable": lambda: not_readable(),
             **{p: lambda p=p: not_finite_for_a_while(rank, world, p) for p in ("skip", "zero")},
             **{f"learns, {n}": lambda n=n: learns(rank, world, n) for n in OPTIONS},
