@@ -7,17 +7,15 @@ import itertools
 import os
 import platform
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
-from capture.recorder import warn
-from gradstats.errors import GradstatsError, InputError, TraceError, first_line
-from gradstats.hooks.torch_private import store_of
+from capture.recorder import CaptureWarning
+from gradstats.errors import GradstatsError, TraceError, first_line
+from gradstats.hooks.meeting import meet
 from gradstats.trace import open_trace
 from gradstats.trace.format import is_trace
 
@@ -25,14 +23,12 @@ __all__ = ["Overwrite", "create_on_all", "restarted", "vacant"]
 
 Overwrite: TypeAlias = bool | Literal["number"]
 
-_PATIENCE_S = 5.0
-"""Seconds after which a rank that waits for others says so."""
 _LATE_S = 10.0
 """Longest that a file system shared by machines takes to show a new file to all."""
 _SUFFIX = ".zarr"
-
-# captures of a group so far: counted alike on its ranks, they give each meeting keys of its own
-_meetings: dict[str, Iterator[int]] = defaultdict(itertools.count)
+_ADVICE = (
+    "make the Capture on every rank, not under `if rank == 0`; ranks=[0] captures rank 0 alone"
+)
 
 
 def restarted() -> bool:
@@ -115,7 +111,7 @@ def create_on_all(
     """
     distributed = dist.is_available() and dist.is_initialized()
     if distributed:
-        _meet(process_group, rank)
+        meet("Capture", _ADVICE, process_group, CaptureWarning)
     # what failed; the name that was taken; the digest of what was made
     message: list[Any] = [None, None, None]
     interrupt: BaseException | None = None
@@ -142,41 +138,6 @@ def create_on_all(
     if distributed:
         return made, _look(made, message[2], rank, process_group, writes)
     return made, [rank] * writes
-
-
-def _meet(group: dist.ProcessGroup | None, rank: int) -> None:
-    """Wait until all ranks are here, and say soon if some are not: one that never comes leaves the others waiting."""
-    world, store = dist.get_world_size(group), store_of(group)
-    if world == 1 or store is None:
-        return
-    members: Any = group or dist.group.WORLD
-    name = members.group_name
-    key = f"gradstats/capture/{name}/{next(_meetings[name])}"
-    try:
-        # each by its name, so that those who are missing can be told
-        store.set(f"{key}/{rank}", "here")
-        # the last one to come releases all
-        if store.add(f"{key}/ranks", 1) == world:
-            store.set(f"{key}/all", "here")
-    except (RuntimeError, NotImplementedError):  # a store that keeps nothing, of a simulated group
-        return
-    advice = (
-        "make the Capture on every rank, not under `if rank == 0`; ranks=[0] captures rank 0 alone"
-    )
-    began, longest = time.monotonic(), store.timeout.total_seconds()
-    # a short wait, for an early warning, and then as long as the group waits for anything
-    for seconds in (min(_PATIENCE_S, longest), longest):
-        try:
-            store.wait([f"{key}/all"], timedelta(seconds=seconds))
-            return
-        except RuntimeError:
-            if time.monotonic() - began < seconds / 2:
-                return  # no timeout: the ranks have lost each other, which the next exchange says
-            absent = [str(r) for r in range(world) if not store.check([f"{key}/{r}"])]
-        missing = f"rank {', '.join(absent[:5])}{' …' if absent[5:] else ''} (of {world})"
-        if seconds < longest:
-            warn(f"a Capture waits for {missing}, to make it too: {advice}")
-    raise InputError(f"a Capture waited {longest:.0f} s in vain for {missing}: {advice}")
 
 
 def _look(

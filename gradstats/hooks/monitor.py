@@ -21,6 +21,7 @@ from gradstats.hooks.applied import Applied
 from gradstats.hooks.facts import Facts
 from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.layout import check_patterns, matching
+from gradstats.hooks.meeting import meet
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
 from gradstats.hooks.optimizers import (
     GoneOptimizer,
@@ -60,6 +61,8 @@ _TAIL = 0.1
 _SMALLEST_NORMAL = 2.0**-14
 """Smallest number that float16 holds with all its bits."""
 
+_ADVICE = "make the Monitor on every rank, not under `if rank == 0`; rank 0 alone logs"
+
 _COUNTS = ("numel", "count", "zeros", "nonfinite")
 _SUMS = (*_COUNTS, "sum_abs", "sum_squares", "sum_log")
 
@@ -72,7 +75,7 @@ class Monitor(Facts):
     :meth:`step` after the backward pass and before ``optimizer.step()``. The gradient is the one in ``.grad``: summed
     over the micro-batches of an accumulation, averaged over the ranks (or what a compressor left) under DDP, and
     without the loss scale of a ``GradScaler``. Of parameters that are sharded as DTensors (FSDP2, tensor parallel) each
-    rank reads its shard, and the sums are added up over the shards: every rank must take the step.
+    rank reads its shard, and the sums are added up over the shards: every rank must make one, and take the step.
 
     Parameters
     ----------
@@ -131,7 +134,8 @@ class Monitor(Facts):
     Raises
     ------
     InputError
-        If an option has a wrong value, no parameter matches `parameters`, or `optimizer` has no hooks.
+        If an option has a wrong value, no parameter matches `parameters`, or `optimizer` has no hooks; of a sharded
+        model also if some rank makes no monitor before the group's timeout.
 
     Notes
     -----
@@ -260,6 +264,7 @@ class Monitor(Facts):
             self._noise = MicroBatches(self._layers, samples, window)
             # before the first backward pass, as its micro-batches belong to the first step
             self._noise.begin(not self._next % self._every)
+        self._meet()
         self.values: dict[str, float] = {}
         self.blame: str | None = None
         self._handles: list[Any] = []
@@ -274,6 +279,12 @@ class Monitor(Facts):
             self._warn_of_another(innermost_optimizer(optimizer))
             self._handles.append(after_steps(optimizer, self._after))
             self._handles.append(GoneOptimizer(optimizer, self._layers, self))
+
+    def _meet(self) -> None:
+        """Wait for the ranks that have other shards: the sums of a step are exchanged with them."""
+        for groups in dict.fromkeys(_local(parameter)[0] for _, parameter in self._layers):
+            for group in groups:
+                meet("Monitor of a sharded model", _ADVICE, group)
 
     def _warn_of_another(self, optimizer: object) -> None:
         """Warn of a monitor that logs the same names already, as of a cell that is run again."""

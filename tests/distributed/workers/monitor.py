@@ -4,7 +4,9 @@ No `from __future__ import annotations`: DDP reads the hooks' annotations.
 """
 
 import copy
+import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -18,7 +20,9 @@ from workers.trainings import loss_of
 
 from gradstats import Monitor
 from gradstats.compressors import TopK
-from gradstats.hooks import CompressionState, compression_hook
+from gradstats.errors import InputError
+from gradstats.hooks import CompressionState, compression_hook, meeting
+from gradstats.hooks.torch_private import store_of
 
 STEPS = 4
 
@@ -82,6 +86,27 @@ def sharded(rank, world, mesh_shape):
     return seen
 
 
+def on_one_rank(rank, world):
+    """Make a monitor of a sharded model under `if rank == 0`; return what came of it."""
+    net, said, waited = model(), "", []
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(net, mesh=mesh)
+    store, patience = store_of(mesh.get_group()), meeting._PATIENCE_S
+    before, meeting._PATIENCE_S = store.timeout, 0.2
+    store.set_timeout(timedelta(seconds=1))
+    if rank == 0:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                Monitor(net)
+            except InputError as error:
+                said = str(error)
+        waited = [str(each.message) for each in caught]
+    store.set_timeout(before)
+    meeting._PATIENCE_S = patience
+    return said, waited
+
+
 def micro_gradients(net, losses):
     """Return the gradients of some losses by themselves, on a copy of the model."""
     twin, found = copy.deepcopy(net), []
@@ -131,4 +156,6 @@ CASES = {
 def two_ranks(rank, world):
     """Return what every case of two ranks gave, by name."""
     found = {name: under_ddp(rank, world, *case) for name, case in CASES.items()}
-    return found | {"sharded": sharded(rank, world, (world,))}
+    found["sharded"] = sharded(rank, world, (world,))
+    # last: what was missed then counts as a meeting of one rank
+    return found | {"on one rank": on_one_rank(rank, world)}

@@ -29,6 +29,7 @@ from workers.trainings import refusal
 from capture import Capture, creation
 from gradstats.compressors import TopK
 from gradstats.hooks import CompressionState, LocalSteps, compression_hook
+from gradstats.hooks import meeting as meeting_of_ranks
 from gradstats.hooks.torch_private import store_of
 
 STEPS, PARTS = 3, 4
@@ -290,7 +291,7 @@ def ignored_by_fsdp(rank, folder):
 def meeting(rank, folder):
     """A Capture under `if rank == 0`, then one that each rank has in a folder of its own."""
     group, store = dist.new_group([0, 1]), store_of(None)
-    before, creation._PATIENCE_S, creation._LATE_S = store.timeout, 0.2, 0.5
+    before, meeting_of_ranks._PATIENCE_S, creation._LATE_S = store.timeout, 0.2, 0.5
     store.set_timeout(timedelta(seconds=1))
     said, waited = "", []
     if rank == 0:
