@@ -110,6 +110,11 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
         setting=tried.setting if tried else "",
         nonzero=nonzero,
         advice=advice,
+        # ranks overflow at steps of their own, and a sum passes on what any of them has
+        unsound=(
+            len({step for r in measured.ledger for step in r["nonfinite_at"]}),
+            max(r["steps"] for r in measured.ledger),
+        ),
     )
 
 

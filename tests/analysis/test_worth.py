@@ -41,6 +41,14 @@ def test_where_nothing_kept_the_loss_local_steps_are_next(tried):
     assert "--local-steps 20" in verdict.numbers.split("Next: ")[1]
 
 
+def test_steps_that_a_scaler_skipped_can_be_left_out():
+    asked = "\nA sum over workers passes them on to all. If a loss scaler skipped {}, ask of the others: gradstats "
+    asked += "advise run.zarr --step …\nNext: gradstats info run.zarr"
+    for bad, these in ((1, "that step"), (3, "those steps")):
+        assert said(tried=None, unsound=(bad, 4)).numbers.endswith(asked.format(these))
+    assert "scaler" not in said(tried=None, unsound=(4, 4)).numbers
+
+
 def test_a_plan_goes_first():
     plan = "4 workers at 1 Gbit/s: topk at ratio 0.01. It takes 3 ms."
     found = said(advice=[plan])
@@ -59,7 +67,10 @@ def test_a_plan_goes_first():
     [
         ({"shares": {}}, "Too few elements to say"),
         ({"shares": {}, "nonzero": 0.0}, "All its elements are zero: there is nothing to send"),
-        ({"tried": None}, "Not before the data is sound: it has NaN or infinite elements"),
+        (
+            {"tried": None, "unsound": (2, 7)},
+            "Not before the data is sound: NaN or infinite elements at 2 of 7 steps",
+        ),
         ({"nonzero": 0.001}, "It is sparse already: at ratio 0.001 nothing is lost"),
         ({"shares": {0: {0.1: 0.27, 0.01: 0.03}}}, HARDLY),
         # leaving out all but the largest is what it has no elements for

@@ -24,6 +24,7 @@ def should_compress(
     setting: str,
     nonzero: float,
     advice: Sequence[str],
+    unsound: tuple[int, int] = (0, 0),
 ) -> Verdict:
     """Say whether to compress, in three sentences: what it would save, what it would cost, and what to do next.
 
@@ -43,6 +44,8 @@ def should_compress(
         Share of the elements that are not zero.
     advice : sequence of str
         What a plan for a network says.
+    unsound : tuple of int
+        Number of steps with NaN or infinities, and of steps in all.
 
     Returns
     -------
@@ -54,9 +57,15 @@ def should_compress(
         "What it would save depends on the network, which a gradient does not know: give plan a link."
     )
     if tried is None:
+        bad, steps = unsound
+        skipped = (
+            f" If a loss scaler skipped {'that step' if bad == 1 else 'those steps'}, ask of the others: gradstats "
+            f"advise {name} --step …"
+        )
         return Verdict(
-            "Not before the data is sound: it has NaN or infinite elements",
-            f"{saves}\nA sum over workers passes them on to all.\nNext: gradstats info {name}",
+            f"Not before the data is sound: NaN or infinite elements at {bad} of {steps} steps",
+            f"{saves}\nA sum over workers passes them on to all.{skipped if bad < steps else ''}\n"
+            f"Next: gradstats info {name}",
             True,
         )
     if sparse := sparse_already(nonzero):
