@@ -81,7 +81,9 @@ def advise(  # numpydoc ignore=PR01
                 "a plan for a link needs --compute, the seconds of a step without its exchange"
             )
         cluster = cluster_of(network, link, rtt, opened.numel, [*RATIOS], SENT, False)
-        plans = networks.plan(opened, cluster, compute, [workers], RATIOS, SENT)
+        plans = networks.plan(
+            opened, cluster, compute, [workers], RATIOS, SENT, captured=step or None
+        )
         if link is not None:
             note(assumed_link(cluster))
     elif rtt is not None or compute is not None:

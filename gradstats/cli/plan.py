@@ -23,6 +23,7 @@ from gradstats.cli.options import (
     RatioOption,
     RttOption,
     SourceArgument,
+    StepOption,
     ValuesOption,
     compressors,
     one_of,
@@ -134,6 +135,7 @@ def plan(  # numpydoc ignore=PR01
             metavar="FILE",
         ),
     ] = None,
+    step: StepOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -176,6 +178,7 @@ def plan(  # numpydoc ignore=PR01
             delay=delay,
             codec=codec,
             baseline=cast("Any", baseline),
+            captured=step or None,
         )
     if figure is not None:
         _draw(records, points, figure)

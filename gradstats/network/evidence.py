@@ -101,7 +101,7 @@ class Evidence:
         return self.unions[ratio](world) if ratio in self.unions else math.nan
 
 
-def evidence(source: Source, question: Question) -> Evidence:
+def evidence(source: Source, question: Question, captured: Sequence[int] | None = None) -> Evidence:
     """Return what a source says of the compressors that a question asks for.
 
     Parameters
@@ -110,14 +110,16 @@ def evidence(source: Source, question: Question) -> Evidence:
         Source whose layers are sent.
     question : Question
         Question of a plan.
+    captured : sequence of int, optional
+        Captured steps that count; all if None.
     """
     # autograd comes to the last layer first
     times = [
         LayerTime(layer.name, layer.numel, question.backward * layer.numel / source.numel)
         for layer in reversed(source.layers)
     ]
-    qualities = _qualities(source, question)
-    return Evidence(source.layers, times, qualities, _unions(source, question.ratios))
+    qualities = _qualities(source, question, captured)
+    return Evidence(source.layers, times, qualities, _unions(source, question.ratios, captured))
 
 
 def _kind(source: Source) -> Kind:
@@ -127,7 +129,9 @@ def _kind(source: Source) -> Kind:
     return next((kind for kind in seen if kind in kinds), "local")
 
 
-def _qualities(source: Source, question: Question) -> dict[Choice, float]:
+def _qualities(
+    source: Source, question: Question, captured: Sequence[int] | None
+) -> dict[Choice, float]:
     """Return k̂/k by threshold rule and ratio: recorded by the run that made the trace, else replayed."""
     # Where all ranks share one selection, one rank's gradient does not say how many elements it has.
     shared = {name for name in question.names if compressor_class(name).one_union}
@@ -137,7 +141,9 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
     # with local steps a system's name is that of the bare rule
     whole = SYSTEMS if 0 in question.local_steps else {}
     options = {name: whole[name].rule for name in rules if name in whole}
-    replayed = quality(source, question.ratios, rules, options=options, kinds=[_kind(source)])
+    replayed = quality(
+        source, question.ratios, rules, options=options, kinds=[_kind(source)], steps=captured
+    )
     found: dict[Choice, float] = {(r["estimator"], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):
         # a run that used the bare rule has threshold:NAME as its compressor
@@ -146,7 +152,10 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
         # metadata are whatever the user wrote
         run = (name, float(ratio) if isinstance(ratio, int | float) else math.nan)
         # preferred to a replay, which only sees the captured steps
-        recorded = [r["quality"] for r in compression(source.trace)] if run in found else []
+        recorded = [
+            r["quality"] for r in compression(source.trace)
+            if run in found and (captured is None or r["step"] in captured)
+        ]  # fmt: skip
         # a step that the run refused has no target, and NaN
         if known := [q for q in recorded if math.isfinite(q)]:
             found[run] = float(np.mean(known))
@@ -154,12 +163,16 @@ def _qualities(source: Source, question: Question) -> dict[Choice, float]:
     return {choice: q for choice, q in found.items() if math.isfinite(q)}
 
 
-def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[int], float]]:
+def _unions(
+    source: Source, ratios: Sequence[float], captured: Sequence[int] | None
+) -> dict[float, Callable[[int], float]]:
     """Return for each ratio the union of top-k selections by workers; empty if the source does not have several."""
     if not isinstance(source, TraceSource) or len(source.trace.ranks) < 2:
         return {}
     trace, kind = source.trace, _kind(source)
     common = set.intersection(*(set(trace.steps(rank)) for rank in trace.ranks))
+    if captured is not None:
+        common &= {*captured}
     # a union needs positions, which sketches do not have
     if not common or not all(trace.has_gradients(rank, kind) for rank in trace.ranks):
         return {}
@@ -171,7 +184,7 @@ def _unions(source: Source, ratios: Sequence[float]) -> dict[float, Callable[[in
 
     def mean(ratio: float) -> Callable[[int], float]:
         # measured once: the function is called for every number of workers
-        growths = union_growth(trace, ratio, kind=kind)
+        growths = union_growth(trace, ratio, kind=kind, steps=sorted(common))
         return lambda world: float(np.mean([growth(world) for growth in growths]))
 
     return {ratio: mean(ratio) for ratio in ratios}

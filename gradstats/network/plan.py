@@ -59,6 +59,7 @@ def plan(
     draws: int = 200,
     codec: Codec = PLAIN,
     baseline: Baseline = "none",
+    captured: Sequence[int] | None = None,
 ) -> Records:
     """Predict the step time of every compressor, dense averaging included.
 
@@ -98,6 +99,8 @@ def plan(
     baseline : {"none", "bf16"}
         What compressors are compared with: DDP's dense averaging, or that of bfloat16 values by its
         ``bf16_compress_hook``, which is then in the plan as ``torch-bf16``.
+    captured : sequence of int, optional
+        Captured steps whose gradients count; all if None.
 
     Returns
     -------
@@ -174,7 +177,7 @@ def plan(
         codec=codec,
         baseline=baseline,
     )
-    return _table(question, evidence(opened, question))
+    return _table(question, evidence(opened, question, captured))
 
 
 def _table(question: Question, known: Evidence) -> Plan:

@@ -593,4 +593,5 @@ def test_a_heavy_tail_is_of_the_layers_too_where_their_scales_explain_less_than_
         tails = [row, row | {"layer": "normalised", "c": c}]
         verdict = tail_weight(tails, [], spike=False, layers=2, designs={3: 4.0})
         assert verdict.headline == f"Heavy in the top tenth: ξ = 0.30, {said}"
+        assert verdict.numbers.startswith("Top tenth of what is not zero, step ")
         assert "that of the top tenth is −0.10 to 0.70, which does not exclude 0" in verdict.numbers

@@ -412,6 +412,30 @@ def test_sent_counts_and_unions_come_from_the_trace(tmp_path):
         assert math.isnan(alone["topk"]["union"])
 
 
+def test_a_plan_may_be_of_some_captured_steps(tmp_path):
+    ranks = gradients(2, 20_000, 0.5)
+    heavy = [np.float32(np.sign(v) * np.abs(v) ** 3) for v in reversed(ranks)]
+    path = tmp_path / "run.zarr"
+    create_trace(path, [Layer("w", 0, (20_000,))], world_size=2)
+    for rank in range(2):
+        writer = TraceWriter(path, rank)
+        for step, of_step in enumerate((ranks, heavy)):
+            writer.append(
+                step, {"gradient": of_step[rank] if step else np.full(20_000, np.nan, "f4")}
+            )
+        writer.close()
+    of_all, of_some = (
+        by_name(plan(path, link(), COMPUTE, [2], [0.01], ["sidco-e", "topk"], captured=steps))
+        for steps in (None, [1])
+    )
+    (expected,) = gradstats.quality(heavy[0], [0.01], ["sidco-e"])
+    assert of_some["sidco-e"]["quality"] != of_all["sidco-e"]["quality"]
+    # of both ranks, which differ little
+    assert of_some["sidco-e"]["quality"] == pytest.approx(expected["mean"], rel=0.1)
+    union = len(top(heavy[0], 200) | top(heavy[1], 200))
+    assert of_some["topk"]["union"] == pytest.approx(union)
+
+
 def test_a_source_is_opened_once(tmp_path, monkeypatch):
     path, opened = tmp_path / "run.zarr", []
     written(path, gradients(2, 1000, 0.5))

@@ -211,14 +211,16 @@ def tail_weight(
     last = pooled[-1]
     # one spike decides the shape of any tail that it is in
     if spike:
-        numbers = f"Of the top tenth, step {last['step']}: {_interval(last, 'c')}."
+        numbers = (
+            f"Of the top tenth of what is not zero, step {last['step']}: {_interval(last, 'c')}."
+        )
         return Verdict(
             "Cannot be told: at some step the largest magnitude is far beyond all others", numbers
         )
     step, c = last["step"], last["c"]
     word = _heaviness(last)
     headline = f"{word.capitalize()} in the top tenth: ξ = {signed(c)}"
-    numbers = f"Top tenth, step {step}: {_interval(last, 'c')}"
+    numbers = f"Top tenth of what is not zero, step {step}: {_interval(last, 'c')}"
     normalised = [r for r in tails if r["layer"] == "normalised" and r["step"] == step]
     if layers > 1 and normalised:
         own = normalised[0]
