@@ -453,7 +453,9 @@ def ask_closest(law: str, n: int, rng: Generator) -> dict[str, Any]:
     said, none = verdict.headline, verdict.headline.startswith("None")
     named = ": thresholds within" in said
     right = said.startswith(true)
-    why = re.search(r"at ratio 0\.\d+ is .*too (low|high)( by a factor of [\d.]+)? at step \d", verdict.numbers)
+    why = re.search(
+        r"at ratio 0\.\d+ is .*too (low|high)( by a factor of [\d.]+)? at step \d", verdict.numbers
+    )
     answers = {
         "a law that the data have not": Said(right or not named),
         "none without ratio, error and step": Said(not none or why is not None),
