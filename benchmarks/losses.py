@@ -3,13 +3,13 @@
     python benchmarks/losses.py [PIECE …] [--data-dir DIR] [--seeds N] [--systems NAME …] [--write]
 
 A piece is a training and an optimizer of the atlas, such as gpt-pydoc/adamw. Each system is first trained from seed 0
-at a third, once and three times the atlas' learning rate; the best of the three is its own, dense or compressed. Then
-it trains at that rate from the seeds 1 to N, which are compared with dense training of the same seeds and batches: the
-rate is not judged where it was chosen. The loss is the mean of the last quarter of the steps. Each run is stored in
-docs/results/losses.jsonl as soon as it ends, and is not repeated, so the program can be interrupted; ``--seeds 0`` runs
-nothing. The table is printed at the end; ``--write`` also puts it into docs/losses.md, and what ``gradstats advise``
-rests on into gradstats/analysis/evidence.json: these runs, those to a plateau of the same trainings
-(benchmarks/plateau.py), and what the atlas says of their gradients.
+at a third, once and three times the atlas' learning rate, with Muon at three, nine and 27 times it; the best of the
+three is its own, dense or compressed. Then it trains at that rate from the seeds 1 to N, which are compared with dense
+training of the same seeds and batches: the rate is not judged where it was chosen. The loss is the mean of the last
+quarter of the steps. Each run is stored in docs/results/losses.jsonl as soon as it ends, and is not repeated, so the
+program can be interrupted; ``--seeds 0`` runs nothing. The table is printed at the end; ``--write`` also puts it into
+docs/losses.md, and what ``gradstats advise`` rests on into gradstats/analysis/evidence.json: these runs, those to a
+plateau of the same trainings (benchmarks/plateau.py), and what the atlas says of their gradients.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ EVIDENCE = ROOT / "gradstats" / "analysis" / "evidence.json"
 STEPS = 120
 WARM_UP = 12
 """Steps in which the rate rises; then it falls to zero with a cosine, so that the loss has settled."""
-FACTORS = (0.3333333, 1.0, 3.0)
-BEYOND = 9.0
-"""A factor beyond them, which no setting trains at: it says whether the three end too early."""
+FACTORS = {"sgd": (0.3333333, 1.0, 3.0), "adamw": (0.3333333, 1.0, 3.0), "muon": (3.0, 9.0, 27.0)}
+"""Multiples of the atlas' learning rate that are tried, by optimizer: with Muon it is far too small."""
+BEYOND = 3.0
+"""How much more than the largest of them none trains at: it says whether the three end too early."""
 LAST = 0.25
 """Share of the steps, at the end, whose mean loss is judged, as in :class:`gradstats.Trial`."""
 DENSE = "dense"
@@ -123,11 +124,21 @@ def settings(
             yield piece, system, ratio
 
 
+def factors(piece: str) -> tuple[float, ...]:
+    """Return the multiples of the atlas' rate that a piece tries."""
+    return FACTORS[piece.partition("/")[2]]
+
+
+def edge_of(piece: str) -> float:
+    """Return the multiple beyond them that says whether they end too early."""
+    return BEYOND * max(factors(piece))
+
+
 def trials(every: Sequence[tuple[str, str, float]]) -> Iterator[tuple[Any, ...]]:
     """Yield the cases that choose a learning rate."""
     for setting in every:
         if setting[1] not in UNTUNED:
-            yield from ((*setting, factor, 0) for factor in FACTORS)
+            yield from ((*setting, factor, 0) for factor in factors(setting[0]))
 
 
 def one(piece: str, system: str, ratio: float, factor: float, seed: int, data: Path | None) -> Row:
@@ -162,17 +173,19 @@ def best_factor(rows: Sequence[Row], piece: str, system: str, ratio: float) -> f
     ]  # fmt: skip
     ends = {r["factor"]: r.get("loss", math.inf) for r in mine}
     # a loss that is not finite is no candidate
-    return min(FACTORS, key=lambda f: x if math.isfinite(x := ends.get(f, math.inf)) else math.inf)
+    return min(
+        factors(piece), key=lambda f: x if math.isfinite(x := ends.get(f, math.inf)) else math.inf
+    )
 
 
 def beyond(rows: Sequence[Row]) -> str:
-    """Say in how many trainings seed 0 ended lower at :data:`BEYOND`, and how that moved top-k beside dense."""
+    """Say in how many trainings seed 0 ended lower beyond the three rates, and how that moved top-k beside dense."""
     losses = {
         by("piece", "system", "ratio", "factor", "seed")(r): r.get("loss", math.inf) for r in rows
     }
 
-    def ends(piece: str, edge: tuple[str, float], factors: Sequence[float]) -> float:
-        return min(losses[piece, *edge, factor, 0] for factor in factors)
+    def ends(piece: str, edge: tuple[str, float], *further: float) -> float:
+        return min(losses[piece, *edge, factor, 0] for factor in (*factors(piece), *further))
 
     small: list[str] = []
 
@@ -180,19 +193,16 @@ def beyond(rows: Sequence[Row]) -> str:
         pieces = [
             piece for piece in PIECES
             if piece.endswith(f"/{optimizer}")
-            and all((piece, *edge, BEYOND, 0) in losses for edge in EDGES)
+            and all((piece, *edge, edge_of(piece), 0) in losses for edge in EDGES)
         ]  # fmt: skip
         dense, topk = EDGES
         pairs = [
-            [
-                ends(p, topk, factors) / ends(p, dense, factors) - 1
-                for factors in (FACTORS, (*FACTORS, BEYOND))
-            ]
+            [ends(p, topk, *more) / ends(p, dense, *more) - 1 for more in ((), (edge_of(p),))]
             for p in pieces
         ]
         counts = [
             *(
-                sum(ends(p, edge, (BEYOND,)) < ends(p, edge, FACTORS) for p in pieces)
+                sum(losses[p, *edge, edge_of(p), 0] < ends(p, edge) for p in pieces)
                 for edge in EDGES
             ),
             # in hundredths: what is no percent is no change
@@ -206,8 +216,8 @@ def beyond(rows: Sequence[Row]) -> str:
 
     sgd, adam, muon = map(counted, OPTIMIZERS)
     return (
-        f"At nine times the rate seed 0 ended lower than at any of the three in {sgd[0]} dense trainings with SGD and "
-        f"{sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}, with Muon in {muon[0]} and {muon[1]}. "
+        f"At three times the largest seed 0 ended lower than at any of the three in {sgd[0]} dense trainings with SGD "
+        f"and {sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}, with Muon in {muon[0]} and {muon[1]}. "
         f"With that rate among those of both, `topk` ended nearer to dense, by 1 % of its loss or more, in {sgd[2]} "
         f"with SGD and farther in {sgd[3]}, with AdamW in {adam[2]} and {adam[3]}, with Muon in {muon[2]} and "
         f"{muon[3]}; it came within 2 % of dense, or left that, in {sgd[4]}, {adam[4]} and {muon[4]}."
@@ -659,7 +669,9 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3, help="judge seeds 1 to N; 0 runs nothing")
     parser.add_argument("--systems", nargs="*", default=CORE, choices=SYSTEMS, metavar="NAME")
-    parser.add_argument("--beyond", action="store_true", help="train at nine times the rate, too")
+    parser.add_argument(
+        "--beyond", action="store_true", help="train at three times the largest, too"
+    )
     parser.add_argument("--ratios", nargs="*", type=float, default=RATIOS, choices=RATIOS)
     options = parser.parse_args()
     key = by("piece", "system", "ratio", "factor", "seed")
@@ -672,7 +684,7 @@ def main() -> None:
         cases = [(*each, best_factor(rows, *each), seed) for each in every for seed in judged_by]
         complete(FILE, key, cases, run_one)
     if options.beyond:
-        edges = [(piece, *edge, BEYOND, 0) for piece in options.pieces for edge in EDGES]
+        edges = [(piece, *edge, edge_of(piece), 0) for piece in options.pieces for edge in EDGES]
         complete(FILE, key, edges, run_one)
     losses = stored(FILE)
     found = trainings(losses, stored(RESULTS / "atlas.jsonl"))

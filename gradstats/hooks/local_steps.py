@@ -128,7 +128,8 @@ class LocalSteps(Facts):
 
     With one local step, no compressor and no outer optimizer there is nothing local left, and the gradients are
     averaged before the optimizer's step, as in DDP: the same bits on two ranks. ``optimizer.step(closure)``, which
-    computes them within the step, is refused then.
+    computes them within the step, is refused then. Until the step gradients are each rank's own: ``clip_grad_norm_``
+    clips these, not their mean as under DDP.
 
     All ranks must take the same number of steps: with ``torch.amp.GradScaler``, which skips steps where a rank
     overflows, use bfloat16 instead. At the end of the block, unless by an error, what was not exchanged yet is, so that
