@@ -92,7 +92,6 @@ class Fragment:
         self.anchors: dict[str, torch.Tensor] = {}
         self.pairs: list[Pair] = []
         self.sent = self.due = 0
-        self._settled: set[str] = set()
         self._within = within
         self._pending: Pending[None] | None = None
 
@@ -234,8 +233,8 @@ class Fragment:
             parameter.grad = None
         for (name, parameter), (_, mean) in zip(self.named, self.pairs, strict=True):
             local_values(parameter).copy_(self.anchors[name])
-            # what was frozen in between ends once where all ranks do; momentum and memories would move it on
-            if parameter.requires_grad or name not in self._settled:
+            # what is frozen and moved on no rank stays: the outer momentum would move it on
+            if parameter.requires_grad or mean.any():
                 parameter.grad = as_sharded(parameter, mean)
         outer.step()
         for parameter, gradient in gradients:
@@ -244,12 +243,11 @@ class Fragment:
             values = local_values(parameter)
             # before mixing: the outer optimizer's result, the same on all ranks
             self.anchors[name].copy_(values)
-            if late and parameter.requires_grad:
+            if late:
                 if self.state.nonfinite in ("skip", "zero"):  # nor may it stay on this rank
                     local[i] = torch.where(local[i].isfinite(), local[i], values)
                 # (1 − mix) · outer + mix · local
                 values.lerp_(local[i], mix)
-        self._settled = {n for n, p in self.named if not p.requires_grad}
         self.pairs = []
 
     def end(self, step: int) -> None:

@@ -73,7 +73,7 @@ class LocalOptimizers:
         before: Callable[[], None],
         after: Callable[[], None],
         most: int,
-        closures: bool = True,
+        again: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         """Call functions around local steps.
 
@@ -85,8 +85,9 @@ class LocalOptimizers:
             Called when each optimizer has stepped, in whatever order.
         most : int
             Steps that another optimizer may take of these parameters while none of these steps.
-        closures : bool
-            Whether a step may have a closure; it computes the gradients after `before`, and perhaps several times.
+        again : callable, optional
+            Called with each optimizer that steps after another one, where `before` looks at gradients. Then no step may
+            have a closure, which computes them after that, and perhaps several times.
 
         Raises
         ------
@@ -94,14 +95,18 @@ class LocalOptimizers:
             If closures are not allowed: raised by ``optimizer.step(closure)``, not here.
         """
 
-        def begin(_: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            if not closures and closure_of(arguments, options) is not None:
+        def begin(
+            optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]
+        ) -> None:
+            if again is not None and closure_of(arguments, options) is not None:
                 raise InputError(
                     "steps=1 averages gradients before the optimizer's step, and a closure computes others in it: "
                     "call closure() and then step() without it, or use DDP"
                 )
             if not self._stepped:
                 before()
+            elif again is not None:
+                again(optimizer)
 
         def end(optimizer: torch.optim.Optimizer, *_: object) -> None:
             self._uncounted = 0

@@ -23,9 +23,15 @@ from gradstats.compressors import (
     as_compressor,
 )
 from gradstats.compressors.sparse import Average, check_average
-from gradstats.errors import GradstatsError, InputError
+from gradstats.errors import GradstatsError, InputError, several
 from gradstats.hooks.agreement import agree_on_model, optimizer_options
-from gradstats.hooks.checkpoint import load_all, pack_optimizer, unpack_optimizer
+from gradstats.hooks.checkpoint import (
+    load_all,
+    pack_buffers,
+    pack_optimizer,
+    unpack_buffers,
+    unpack_optimizer,
+)
 from gradstats.hooks.contents import check_count_of, check_values, field, refusing, seal, unseal
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
@@ -34,8 +40,9 @@ from gradstats.hooks.gradient import Pair, dense
 from gradstats.hooks.layout import check_patterns, idle
 from gradstats.hooks.local_optimizers import LocalOptimizers
 from gradstats.hooks.memory import Memory
+from gradstats.hooks.optimizers import parameters_of
 from gradstats.hooks.state import CompressionState
-from gradstats.hooks.torch_private import groups_of_rank, unwrap
+from gradstats.hooks.torch_private import groups_of_rank, unwrap, version
 from gradstats.hooks.units import across, as_sharded, is_sharded, units
 from gradstats.primitives.ratio import check_count, check_number
 from gradstats.trace.record import StepRecord, together
@@ -134,7 +141,8 @@ class LocalSteps(Facts):
     All ranks must take the same number of steps: with ``torch.amp.GradScaler``, which skips steps where a rank
     overflows, use bfloat16 instead. At the end of the block, unless by an error, what was not exchanged yet is, so that
     all ranks end with the same parameters. Buffers, such as running means, stay each rank's own. A parameter that is
-    frozen within the block moves once more, to where the next exchange takes it, and then stays.
+    frozen when exchanges come moves by what ranks trained of it since the last one, and by what a memory holds back of
+    it, but not by an outer momentum alone. With a delay it is mixed as the others are.
 
     Of a sharded model (``fully_shard``, with the mesh of one replica) a local step is one of all ranks of a replica.
     Then each rank exchanges its shards with the ranks of other replicas that hold the same; each has compressor and
@@ -239,6 +247,7 @@ class LocalSteps(Facts):
         # after the fragments, whose anchors it sets
         self._begin_alike()
         self._background = Background()
+        self._averaged: dict[int, tuple[int, int] | None] = {}
         self._watcher = _Watcher(lambda pairs: None, lambda: None)
 
     def _facts(self) -> dict[str, str]:
@@ -307,7 +316,7 @@ class LocalSteps(Facts):
                     "the model was changed, loaded or moved since LocalSteps was made: make LocalSteps after that"
                 )
         if self._data_parallel:
-            self._optimizers.attach(self._average_gradients, self._count, 1, closures=False)
+            self._optimizers.attach(self._average_gradients, self._count, 1, self._check_averaged)
         else:
             self._optimizers.attach(lambda: None, self._stepped, self.steps)
         return self
@@ -330,7 +339,8 @@ class LocalSteps(Facts):
         dict
             One entry, named by the global rank, so that ``torch.distributed.checkpoint`` can save all ranks' under one
             name: a dictionary of tensors, numbers and bytes. This rank's trainable parameters (or shards) are in it,
-            those of the last exchange and those now, its buffers, and the states of both optimizers.
+            those of the last exchange and those now, its buffers, as the model's ``state_dict()`` would keep them, and
+            the states of both optimizers.
         """
         for fragment in self._fragments:
             # the memory is settled, and the mean is there, only when it has ended
@@ -343,7 +353,7 @@ class LocalSteps(Facts):
             "exchanges": self.exchanges,
             "parameters": {n: local_values(p).clone() for n, p in self._named},
             "anchors": {n: anchors[n].clone() for n, _ in self._named},
-            "buffers": {n: local_values(b).clone() for n, b in self._buffers()},
+            "buffers": pack_buffers(self._model),
             **self._optimizers.pack(),
             "outer": pack_optimizer(self._outer),
             "fragments": [f.state_dict() for f in self._fragments],
@@ -379,8 +389,7 @@ class LocalSteps(Facts):
             saved, anchors = (
                 _checked(own, what, self._named) for what in ("parameters", "anchors")
             )
-            # of before they were saved: they stay as they are
-            buffers = _checked(own, "buffers", self._buffers()) if "buffers" in own else {}
+            buffers = unpack_buffers(self._model, field(own, "buffers", bytes))
             fragments = field(own, "fragments", list)
             check_count_of("fragments", len(fragments), len(self._fragments))
             outer = unpack_optimizer(self._outer, field(own, "outer", bytes), "outer optimizer")
@@ -395,15 +404,9 @@ class LocalSteps(Facts):
             each()
         for name, parameter in self._named:
             local_values(parameter).copy_(saved[name])
-        for name, buffer in self._buffers() if buffers else ():
-            local_values(buffer).copy_(buffers[name])
+        buffers()
         self.step, self.exchanges, self.last = step, exchanges, None
         self._before = exchanges, None
-
-    def _buffers(self) -> Named:
-        """Return the model's buffers, but for those that a checkpoint of the model leaves out, too."""
-        kept = self._model.state_dict()
-        return [(name, buffer) for name, buffer in self._model.named_buffers() if name in kept]
 
     def discard(self) -> None:
         """Take the last exchange of every fragment back: memories, estimators and counters are as before it.
@@ -464,7 +467,8 @@ class LocalSteps(Facts):
         return {
             "local steps": str(self.step) if counted else "the last",
             "the outer optimizer's options": optimizer_options(self._outer),
-            "frozen parameters": ", ".join(n for n, p in self._named if not p.requires_grad),
+            "frozen parameters": several([n for n, p in self._named if not p.requires_grad])
+            or "none",
         }
 
     def _check_known(self) -> None:
@@ -516,10 +520,21 @@ class LocalSteps(Facts):
         self._watcher.before(pairs)
         fragment.average(pairs, self.step, self._details())
         for parameter, mean in pairs:
-            if (
-                parameter.requires_grad
-            ):  # of one frozen since, zero would let momentum and weight decay move it
-                parameter.grad = as_sharded(parameter, mean)
+            # of one frozen since, zero would let momentum and weight decay move it; alike on all ranks
+            left = parameter.requires_grad or mean.any()
+            parameter.grad = as_sharded(parameter, mean) if left else None
+        self._averaged = {id(p): _seen(p.grad) for p, _ in pairs}
+
+    def _check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer has other gradients than those that were averaged before another one's step."""
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None and self._averaged.get(id(parameter)) != _seen(
+                parameter.grad
+            ):
+                raise InputError(
+                    f"steps=1 averages gradients before the first optimizer's step, and {type(optimizer).__name__} has "
+                    "others since: call backward() for all of them before that, or use DDP"
+                )
 
     def _count(self) -> None:
         self.step += 1
@@ -527,13 +542,18 @@ class LocalSteps(Facts):
 
 
 def _checked(own: Mapping[str, Any], what: str, named: Named) -> Mapping[str, torch.Tensor]:
-    """Return values of parameters or buffers in a checkpoint, if they are those of this model."""
+    """Return values of the parameters in a checkpoint, if they are those of this model."""
     saved = field(own, what, Mapping)  # type: ignore[type-abstract]
     if list(saved) != [n for n, _ in named]:
         raise InputError(f"the checkpoint has other {what} than this model")
     for name, values in named:
         check_values(f"{name} of {what}", saved[name], local_values(values).shape, values.dtype)
     return saved
+
+
+def _seen(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return what tells a gradient from what it is after something was written to it."""
+    return None if gradient is None else (id(gradient), version(gradient))
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

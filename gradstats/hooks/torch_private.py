@@ -43,6 +43,7 @@ __all__ = [
     "has_unscaled",
     "innermost_optimizer",
     "is_part",
+    "kept_buffers",
     "nested_backward",
     "original_size",
     "other_micro_steps",
@@ -312,6 +313,21 @@ def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
         In coordinate format.
     """
     return tensor._values()
+
+
+def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Yield the buffers that ``state_dict()`` keeps, also those that are None: name, module, and name there.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    """
+    # not by state_dict() itself: hooks of wrappers give its entries other names
+    for path, module in model.named_modules():
+        for key in module._buffers:
+            if key not in module._non_persistent_buffers_set:
+                yield f"{path}.{key}" if path else key, module, key
 
 
 def groups_of_rank() -> int:

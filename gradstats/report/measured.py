@@ -256,10 +256,11 @@ def _ledger(
 ) -> list[dict[str, Any]]:
     """Return what is odd about the data: one record per rank and kind, about the worst step of those looked at.
 
-    zeros, nonfinite: most elements in one step; nonfinite_at: the steps with any NaN or infinity; tied: largest share of the non-zero elements whose magnitude another
-    element has, too; largest_tie: most elements of one magnitude; gap: the largest magnitude over the next one (these
-    three are None where only sketches are kept); constant: names of layers whose elements are all equal at any step, or
-    all zero where only sketches are kept.
+    looked_at, nonfinite_at: these steps, and those of them with any NaN or infinity; zeros, nonfinite: most elements in
+    one step; tied: largest share of the non-zero elements whose magnitude another element has, too; largest_tie: most
+    elements of one magnitude; gap: the largest magnitude over the next one (these three are None where only sketches
+    are kept); constant: names of layers whose elements are all equal at any step, or all zero where only sketches are
+    kept.
     """
     recorded = {(r["rank"], r["kind"], r["step"]): r for r in records}
     every: dict[tuple[int, Kind], list[int]] = {}
@@ -287,6 +288,7 @@ def _ledger(
             "nonfinite": max(r["nonfinite"] for r in rows),
             "nonfinite_steps": sum(r["nonfinite"] > 0 for r in rows),
             "nonfinite_at": sorted(r["step"] for r in rows if r["nonfinite"]),
+            "looked_at": sorted(r["step"] for r in rows),
             "tied": max((r["tied"] for r in rows if "tied" in r), default=None),
             "largest_tie": max((r["largest_tie"] for r in rows if "tied" in r), default=None),
             "gap": max((r["gap"] for r in rows if "gap" in r), default=None),

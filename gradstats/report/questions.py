@@ -111,11 +111,13 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
         nonzero=nonzero,
         advice=advice,
         # ranks overflow at steps of their own, and a sum passes on what any of them has
-        unsound=(
-            len({step for r in measured.ledger for step in r["nonfinite_at"]}),
-            max(r["steps"] for r in measured.ledger),
-        ),
+        unsound=(_steps(measured, "nonfinite_at"), _steps(measured, "looked_at")),
     )
+
+
+def _steps(measured: Measured, name: str) -> int:
+    """Return the number of steps that a column of the ledger has, of any rank and kind."""
+    return len({step for r in measured.ledger for step in r[name]})
 
 
 def _even(numel: int, ratio: float) -> float:

@@ -69,7 +69,7 @@ def test_a_plan_goes_first():
         ({"shares": {}, "nonzero": 0.0}, "All its elements are zero: there is nothing to send"),
         (
             {"tried": None, "unsound": (2, 7)},
-            "Not before the data is sound: NaN or infinite elements at 2 of 7 steps",
+            "Not before the data is sound: NaN or infinite elements at 2 of 7 steps looked at",
         ),
         ({"nonzero": 0.001}, "It is sparse already: at ratio 0.001 nothing is lost"),
         ({"shares": {0: {0.1: 0.27, 0.01: 0.03}}}, HARDLY),

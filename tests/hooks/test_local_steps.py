@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from support.every import every
 from workers import local_steps as cases
@@ -13,7 +14,6 @@ from gradstats import open_trace
 from gradstats.compressors import ChunkTopK
 from gradstats.errors import InputError
 from gradstats.hooks import ErrorFeedback, LocalSteps
-from gradstats.hooks.contents import seal
 
 pytestmark = pytest.mark.distributed
 
@@ -267,7 +267,7 @@ def steps_of(net, optimizer, count):
         optimizer.step()
 
 
-def test_a_frozen_parameter_moves_once_more_and_then_stays(one_rank):
+def test_a_frozen_parameter_stays_once_its_steps_were_exchanged(one_rank):
     net = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     # whose momentum would move it in every exchange
@@ -284,6 +284,14 @@ def test_a_frozen_parameter_moves_once_more_and_then_stays(one_rank):
             steps_of(net, optimizer, 1)
         net.bias.requires_grad_(True)
         steps_of(net, optimizer, 1)
+        # as of a discriminator that is frozen while the generator steps, and the exchange comes
+        for _ in range(2):
+            anchor = net.bias.clone()
+            net.bias.requires_grad_(True)
+            steps_of(net, optimizer, 1)
+            net.bias.requires_grad_(False)
+            steps_of(net, optimizer, 1)
+            assert not torch.equal(net.bias, anchor)
     assert not torch.equal(seen[0][0], seen[1][0])
     assert not torch.equal(seen[0][1], exchanged)  # the step that it took counts
     assert torch.equal(seen[0][1], seen[1][1])
@@ -303,20 +311,71 @@ def test_an_average_in_every_step_does_not_move_what_is_frozen(one_rank):
     assert not torch.equal(net.weight, weight)
 
 
+def test_gradients_that_come_after_the_average_are_refused(one_rank):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), 0.01) for part in net]
+    with LocalSteps(net, optimizers, steps=1) as local:
+        for _ in range(2):  # of one backward pass, whatever is cleared in between
+            net(torch.ones(1, 3)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert local.step == 2
+        net(torch.ones(1, 3)).sum().backward()
+        optimizers[0].step()
+        net(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(InputError, match="SGD has others since: call backward"):
+            optimizers[1].step()
+
+
 def test_ranks_that_froze_a_parameter_agree_on_it(two):
-    for name in ("now", "delayed"):
+    for name in ("now", "delayed", "in every step"):
         ends = [rank["frozen"][name] for rank in two]
         for bias, after, weight in ends:
-            assert np.array_equal(bias, after)
-            assert np.array_equal(bias, ends[0][0])
+            # a delayed result is mixed with the parameters that were there, exchange by exchange
+            assert np.array_equal(bias, after) is (name != "delayed")
+            assert np.array_equal(after, ends[0][1])
+            assert name == "delayed" or np.array_equal(bias, ends[0][0])
             assert np.array_equal(weight, ends[0][2])
+    assert [rank["frozen"]["taken in"] for rank in two] == [True, True]
     assert [rank["frozen"]["one alone"] for rank in two] == ["frozen parameters"] * 2
 
 
-def test_a_checkpoint_has_the_buffers_of_its_rank(one_rank):
+class Wrapper(torch.nn.Module):
+    """Renames entries of ``state_dict()``, as activation checkpoints of torch.distributed do."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._wrapped = module
+        self._register_state_dict_hook(
+            lambda module, state, prefix, _: {
+                k.replace("_wrapped.", ""): v for k, v in state.items()
+            }
+        )
+
+    def forward(self, x):
+        return self._wrapped(x)
+
+
+class Lazy(torch.nn.Module):
+    """Buffers that the first forward pass makes or resizes, with infinity; one that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("made", None)
+        self.register_buffer("least", torch.tensor([]))
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.made = self.cache = x.detach().mean(0)
+        self.least = x.detach().amin(0)
+        return x
+
+
+def test_a_checkpoint_has_the_buffers_of_its_rank(one_rank, tmp_path):
     def made():
-        net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-        net.register_buffer("cache", torch.zeros(2), persistent=False)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 3), Wrapper(torch.nn.BatchNorm1d(3)), Lazy())
         optimizer = torch.optim.SGD(net.parameters(), 0.01)
         return net, optimizer, LocalSteps(net, optimizer, steps=2)
 
@@ -326,19 +385,23 @@ def test_a_checkpoint_has_the_buffers_of_its_rank(one_rank):
             net(torch.randn(8, 3)).square().sum().backward()
             optimizer.step()
         saved = local.state_dict()
-    assert net[1].num_batches_tracked == 3
-    other, _, again = made()
-    again.load_state_dict(saved)
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        assert torch.equal(getattr(other[1], name), getattr(net[1], name))
-    assert [*saved["rank0"]["buffers"]] == [
-        "1.running_mean", "1.running_var", "1.num_batches_tracked",
-    ]  # fmt: skip
-    # of before buffers were saved: the model's own stay
-    content = {k: v for k, v in saved["rank0"].items() if k not in ("version", "contents")}
-    third, _, old = made()
-    old.load_state_dict(seal(0, {k: v for k, v in content.items() if k != "buffers"}))
-    assert third[1].num_batches_tracked == 0
-    assert torch.equal(third[0].weight, other[0].weight)
-    with pytest.raises(InputError, match="other buffers than this model"):
-        old.load_state_dict(seal(0, {**content, "buffers": {}}))
+        dcp.save({"local": saved}, checkpoint_id=tmp_path / "all")
+    for through in ("torch.save", "dcp"):
+        other, _, again = made()
+        if through == "dcp":  # into the structure of a model that has never run
+            saved = again.state_dict()
+            dcp.load({"local": saved}, checkpoint_id=tmp_path / "all")
+        again.load_state_dict(saved)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            assert torch.equal(getattr(other[1]._wrapped, name), getattr(net[1]._wrapped, name))
+        for name in ("made", "least", "mask"):
+            assert torch.equal(getattr(other[2], name), getattr(net[2], name))
+        assert not other[2].cache.any()
+    assert net[1]._wrapped.num_batches_tracked == 3
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    plain = LocalSteps(plain, torch.optim.SGD(plain.parameters(), 0.01), steps=2)
+    with pytest.raises(InputError, match="other parameters than this model"):
+        plain.load_state_dict(saved)
+    net[2].register_buffer("more", torch.ones(1))
+    with pytest.raises(InputError, match=r"the checkpoint has a buffer 2\.more, and this model has"):
+        again.load_state_dict(local.state_dict())

@@ -45,7 +45,7 @@ def should_compress(
     advice : sequence of str
         What a plan for a network says.
     unsound : tuple of int
-        Number of steps with NaN or infinities, and of steps in all.
+        Number of steps with NaN or infinities, and of steps that were looked at.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def should_compress(
             f"advise {name} --step …"
         )
         return Verdict(
-            f"Not before the data is sound: NaN or infinite elements at {bad} of {steps} steps",
+            f"Not before the data is sound: NaN or infinite elements at {bad} of {steps} steps looked at",
             f"{saves}\nA sum over workers passes them on to all.{skipped if bad < steps else ''}\n"
             f"Next: gradstats info {name}",
             True,

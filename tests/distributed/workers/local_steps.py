@@ -532,6 +532,23 @@ def frozen(rank, world):
         )
         assert local.exchanges == 4
     model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with LocalSteps(model, optimizer, steps=1):
+        for step in range(3):
+            model[0].bias.requires_grad_(step < 2)
+            if step == 1:  # with a gradient of this rank's own, which the average takes in
+                backward(model, optimizer, rank, step)
+                model[0].bias.requires_grad_(False)
+                before = model[0].bias.detach().clone()
+                optimizer.step()
+                settled = model[0].bias.detach().clone()
+                found["taken in"] = not torch.equal(settled, before)
+                continue
+            backward(model, optimizer, rank, step)
+            optimizer.step()
+    ends = model[0].bias.detach().numpy(), model[0].weight.detach().numpy()
+    found["in every step"] = settled.numpy(), *ends
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         with LocalSteps(model, optimizer, steps=2):
