@@ -16,7 +16,7 @@ from gradstats.errors import InputError, first_line
 from gradstats.hooks.contents import check_count_of, check_values, field, refusing, seal, unseal
 from gradstats.hooks.gradient import FlatGradient, MemoryPart
 from gradstats.hooks.optimizers import parameters_of
-from gradstats.hooks.torch_private import kept_buffers, tree_map
+from gradstats.hooks.torch_private import tree_map
 from gradstats.hooks.units import as_sharded, local_part
 from gradstats.primitives.ratio import shown
 
@@ -379,62 +379,6 @@ def unpack_state(data: bytes, what: str) -> dict[str, Any]:
         return dict(state)
     except Exception as error:  # whatever damaged bytes raise
         raise InputError(f"the checkpoint's {what} cannot be read: {first_line(error)}") from None
-
-
-def pack_buffers(model: torch.nn.Module) -> bytes:
-    """Return a model's buffers as bytes, as ``state_dict()`` keeps them; of sharded ones what this rank holds.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model.
-    """
-    # bytes: some are made, or grow, in the first forward pass, which a template of a new model has not seen
-    return pack_state(
-        {
-            name: local_part(buffer.detach()).clone()
-            for name, module, key in kept_buffers(model)
-            if (buffer := getattr(module, key)) is not None
-        }
-    )
-
-
-def unpack_buffers(model: torch.nn.Module, data: bytes) -> Callable[[], None]:
-    """Check what :func:`pack_buffers` made bytes of; nothing is changed.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model that is to have them.
-    data : bytes
-        Part of a checkpoint.
-
-    Returns
-    -------
-    callable
-        What restores them.
-
-    Raises
-    ------
-    InputError
-        If the bytes are damaged, or of another model.
-    """
-    saved = unpack_state(data, "buffers")
-    places = {name: (module, key) for name, module, key in kept_buffers(model)}
-    if strange := [name for name in saved if name not in places]:
-        raise InputError(f"the checkpoint has a buffer {strange[0]}, and this model has none")
-    anywhere = next(model.parameters()).device
-
-    def restore() -> None:
-        for name, values in saved.items():
-            module, key = places[name]
-            here = getattr(module, key)
-            if here is not None and local_part(here).shape == values.shape:
-                local_part(here.detach()).copy_(values)
-            else:
-                setattr(module, key, values.to(anywhere if here is None else here.device))
-
-    return restore
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> bytes:

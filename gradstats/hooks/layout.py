@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from gradstats.compressors.base import NamedSlice
-from gradstats.errors import InputError
+from gradstats.errors import InputError, several, warn
 from gradstats.primitives.ratio import check_several, shown
 
-__all__ = ["ParameterLayout", "check_patterns", "idle", "matching"]
+__all__ = ["ParameterLayout", "check_patterns", "idle", "matching", "warn_of_idle"]
 
 
 def check_patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:
@@ -67,6 +67,24 @@ def idle(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     return [
         each for each in patterns if each not in known and not any(map(matching([each]), names))
     ]
+
+
+def warn_of_idle(exclude: Sequence[str], names: Sequence[str]) -> None:
+    """Warn of patterns that exclude no parameter, such as misspelt ones.
+
+    Parameters
+    ----------
+    exclude : sequence of str
+        Name patterns (``fnmatch``).
+    names : sequence of str
+        Names of the parameters of the model.
+    """
+    if unused := idle(exclude, names):
+        first = names[0] if names else "missing"
+        warn(
+            f"exclude: no parameter is called {several(unused)}, so that excludes none; the first of {len(names)} is "
+            f"{first}"
+        )
 
 
 class ParameterLayout:

@@ -25,19 +25,14 @@ from gradstats.compressors import (
 from gradstats.compressors.sparse import Average, check_average
 from gradstats.errors import GradstatsError, InputError, several
 from gradstats.hooks.agreement import agree_on_model, optimizer_options
-from gradstats.hooks.checkpoint import (
-    load_all,
-    pack_buffers,
-    pack_optimizer,
-    unpack_buffers,
-    unpack_optimizer,
-)
+from gradstats.hooks.buffers import pack_buffers, unpack_buffers
+from gradstats.hooks.checkpoint import load_all, pack_optimizer, unpack_optimizer
 from gradstats.hooks.contents import check_count_of, check_values, field, refusing, seal, unseal
 from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
 from gradstats.hooks.fragment import Fragment, Named, divide, local_values
 from gradstats.hooks.gradient import Pair, dense
-from gradstats.hooks.layout import check_patterns, idle
+from gradstats.hooks.layout import check_patterns, idle, warn_of_idle
 from gradstats.hooks.local_optimizers import LocalOptimizers
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.optimizers import parameters_of
@@ -227,11 +222,10 @@ class LocalSteps(Facts):
         if len(parts) > self.steps:
             raise InputError(f"{len(parts)} fragments need as many steps, and these are {steps}")
         exclude = check_patterns(options.pop("exclude", ()), "exclude")
-        # those that match nothing go to the first, which says so
-        unused = idle(exclude, [n for n, _ in model.named_parameters()])
+        warn_of_idle(exclude, [n for n, _ in model.named_parameters()])
         self._fragments: list[Fragment] = []
         for i, named in enumerate(parts):
-            elsewhere = {*idle(exclude, [n for n, _ in named])} - ({*unused} if i == 0 else set())
+            elsewhere = {*idle(exclude, [n for n, _ in named])}
             # the first fragment has the user's own objects, to look at; copies for the others, as state must not mix
             build = partial(
                 CompressionState,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +18,7 @@ _PATIENCE_S = 5.0
 """Seconds after which a rank that waits for others says so."""
 
 # meetings of a group so far: counted alike on its ranks, they give each of them keys of its own
-_meetings: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
+_meetings: Counter[tuple[str, str]] = Counter()
 
 
 def meet(
@@ -48,14 +46,14 @@ def meet(
         If some do not come before the group's timeout.
     """
     world, store = dist.get_world_size(group), store_of(group)
-    if world == 1 or store is None:
+    if world == 1 or store is None or dist.get_backend(group) == "fake":
         return
     members: Any = group or dist.group.WORLD
     name = members.group_name
-    key = f"gradstats/{what}/{name}/{next(_meetings[what, name])}"
+    key, own = f"gradstats/{what}/{name}/{_meetings[what, name]}", dist.get_rank(group)
     try:
         # each by its name, so that those who are missing can be told
-        store.set(f"{key}/{dist.get_rank(group)}", "here")
+        store.set(f"{key}/{own}", "here")
         # the last one to come releases all
         if store.add(f"{key}/ranks", 1) == world:
             store.set(f"{key}/all", "here")
@@ -66,12 +64,18 @@ def meet(
     for seconds in (min(_PATIENCE_S, longest), longest):
         try:
             store.wait([f"{key}/all"], timedelta(seconds=seconds))
+            _meetings[what, name] += 1
             return
         except RuntimeError:
             if time.monotonic() - began < seconds / 2:
                 return  # no timeout: the ranks have lost each other, which the next exchange says
-            absent = [str(r) for r in range(world) if not store.check([f"{key}/{r}"])]
-        missing = f"rank {', '.join(absent[:5])}{' …' if absent[5:] else ''} (of {world})"
+            absent = [r for r in range(world) if not store.check([f"{key}/{r}"])]
+        # as the user numbers them: those of the whole training
+        ranks = ", ".join(str(dist.get_global_rank(members, r)) for r in absent[:5])
+        missing = f"rank {ranks}{' …' if absent[5:] else ''} (of {dist.get_world_size()})"
         if seconds < longest:
             warn(f"a {what} waits for {missing}, to make it too: {advice}", category)
+    # taken back: when all come later, it is this meeting that they come to
+    store.add(f"{key}/ranks", -1)
+    store.delete_key(f"{key}/{own}")
     raise InputError(f"a {what} waited {longest:.0f} s in vain for {missing}: {advice}")

@@ -75,7 +75,8 @@ class Monitor(Facts):
     :meth:`step` after the backward pass and before ``optimizer.step()``. The gradient is the one in ``.grad``: summed
     over the micro-batches of an accumulation, averaged over the ranks (or what a compressor left) under DDP, and
     without the loss scale of a ``GradScaler``. Of parameters that are sharded as DTensors (FSDP2, tensor parallel) each
-    rank reads its shard, and the sums are added up over the shards: every rank must make one, and take the step.
+    rank reads its shard, and the sums are added up over the shards: every rank that has shards must make one, for which
+    the others wait, and take the step.
 
     Parameters
     ----------
@@ -256,6 +257,7 @@ class Monitor(Facts):
         self._frozen = [each for each in named if not each[1].requires_grad]
         if not self._layers:
             raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
+        self._meet()  # before anything is hooked
         self._taken = TakenGradients(self._layers)
         self._spikes = Spikes(dict(self._layers), check_count(window, "window", FEWEST), spike)
         self._noise: MicroBatches | None = None
@@ -264,7 +266,6 @@ class Monitor(Facts):
             self._noise = MicroBatches(self._layers, samples, window)
             # before the first backward pass, as its micro-batches belong to the first step
             self._noise.begin(not self._next % self._every)
-        self._meet()
         self.values: dict[str, float] = {}
         self.blame: str | None = None
         self._handles: list[Any] = []

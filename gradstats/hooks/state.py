@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradstats.compressors import Compressor, Selector, as_compressor
-from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError, several, warn
+from gradstats.errors import ExchangeError, InputError, NonFiniteGradientError
 from gradstats.hooks.agreement import Agreement, as_made, check_applied, described
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ from gradstats.hooks.diagnostics import Diagnosis
 from gradstats.hooks.facts import Facts, compressor_text, sent_text
 from gradstats.hooks.gradient import FlatGradient, flatten, warm_up_writing
 from gradstats.hooks.guard import Guard, NonFinite
-from gradstats.hooks.layout import ParameterLayout, check_patterns, idle
+from gradstats.hooks.layout import ParameterLayout, check_patterns, warn_of_idle
 from gradstats.hooks.leftover import Leftover
 from gradstats.hooks.memory import ErrorFeedback, Memory, NoMemory
 from gradstats.hooks.notices import Notices
@@ -207,11 +207,7 @@ class CompressionState(Facts):
         if named_parameters is not None:
             named = list(named_parameters)
             self._setup.add(named)
-            if unused := idle(exclude, names := [name for name, _ in named]):
-                warn(
-                    f"exclude: no parameter is called {several(unused)}, so that excludes none; the first of "
-                    f"{len(names)} is {names[0] if names else 'missing'}"
-                )
+            warn_of_idle(exclude, [name for name, _ in named])
 
     def _facts(self) -> dict[str, str]:
         memory = type(self.memory).__name__ if self.error_feedback else "none"

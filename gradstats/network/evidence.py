@@ -113,6 +113,8 @@ def evidence(source: Source, question: Question, captured: Sequence[int] | None 
     captured : sequence of int, optional
         Captured steps that count; all if None.
     """
+    if captured is not None:
+        source.select(steps=captured, kinds=[_kind(source)])  # refuses those that there are not
     # autograd comes to the last layer first
     times = [
         LayerTime(layer.name, layer.numel, question.backward * layer.numel / source.numel)

@@ -403,5 +403,7 @@ def test_a_checkpoint_has_the_buffers_of_its_rank(one_rank, tmp_path):
     with pytest.raises(InputError, match="other parameters than this model"):
         plain.load_state_dict(saved)
     net[2].register_buffer("more", torch.ones(1))
-    with pytest.raises(InputError, match=r"the checkpoint has a buffer 2\.more, and this model has"):
+    with pytest.raises(
+        InputError, match=r"the checkpoint has a buffer 2\.more, and this model has"
+    ):
         again.load_state_dict(local.state_dict())

@@ -99,11 +99,13 @@ def test_of_shards_it_describes_the_whole(two_ranks):
 @pytest.mark.distributed
 def test_of_shards_a_monitor_on_one_rank_waits_for_the_others_and_says_so(two_ranks):
     first, second = [found["on one rank"] for found in two_ranks]
-    said, waited = first
+    said, waited, values = first
     advice = "rank 1 (of 2){}: make the Monitor on every rank, not under `if rank == 0`; rank 0 alone logs"
     assert said == "a Monitor of a sharded model waited 1 s in vain for " + advice.format("")
     assert waited == ["a Monitor of a sharded model waits for " + advice.format(", to make it too")]
-    assert second == ("", [])
+    # then made on both, as it says
+    assert second == ("", [], values)
+    assert values["gradient/norm"] > 0
 
 
 @pytest.mark.distributed

@@ -434,6 +434,8 @@ def test_a_plan_may_be_of_some_captured_steps(tmp_path):
     assert of_some["sidco-e"]["quality"] == pytest.approx(expected["mean"], rel=0.1)
     union = len(top(heavy[0], 200) | top(heavy[1], 200))
     assert of_some["topk"]["union"] == pytest.approx(union)
+    with pytest.raises(InputError, match="it holds steps 0, 1"):
+        plan(path, link(), COMPUTE, [2], [0.01], ["topk"], captured=[7])
 
 
 def test_a_source_is_opened_once(tmp_path, monkeypatch):

@@ -1,0 +1,70 @@
+"""A model's buffers in a checkpoint: of each rank, whose own they stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gradstats.errors import InputError
+from gradstats.hooks.checkpoint import pack_state, unpack_state
+from gradstats.hooks.torch_private import kept_buffers
+from gradstats.hooks.units import local_part
+
+__all__ = ["pack_buffers", "unpack_buffers"]
+
+
+def pack_buffers(model: torch.nn.Module) -> bytes:
+    """Return a model's buffers as bytes, as ``state_dict()`` keeps them; of sharded ones what this rank holds.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    """
+    # bytes: some are made, or grow, in the first forward pass, which a template of a new model has not seen
+    return pack_state(
+        {
+            name: local_part(buffer.detach()).clone()
+            for name, module, key in kept_buffers(model)
+            if (buffer := getattr(module, key)) is not None
+        }
+    )
+
+
+def unpack_buffers(model: torch.nn.Module, data: bytes) -> Callable[[], None]:
+    """Check what :func:`pack_buffers` made bytes of; nothing is changed.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model that is to have them.
+    data : bytes
+        Part of a checkpoint.
+
+    Returns
+    -------
+    callable
+        What restores them.
+
+    Raises
+    ------
+    InputError
+        If the bytes are damaged, or of another model.
+    """
+    saved = unpack_state(data, "buffers")
+    places = {name: (module, key) for name, module, key in kept_buffers(model)}
+    if strange := [name for name in saved if name not in places]:
+        raise InputError(f"the checkpoint has a buffer {strange[0]}, and this model has none")
+    anywhere = next(model.parameters()).device
+
+    def restore() -> None:
+        for name, values in saved.items():
+            module, key = places[name]
+            here = getattr(module, key)
+            if here is not None and local_part(here).shape == values.shape:
+                local_part(here.detach()).copy_(values)
+            else:
+                setattr(module, key, values.to(anywhere if here is None else here.device))
+
+    return restore
