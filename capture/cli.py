@@ -51,7 +51,6 @@ from capture.options import (
     WorkloadArgument,
     run_config,
     signals_end_the_command,
-    trained,
 )
 from capture.workloads.config import DENSE, RunConfig
 from capture.workloads.registry import WORKLOADS, WorkloadInfo
@@ -61,6 +60,7 @@ from gradstats.cli.options import (
     OutputOption,
     ValuesOption,
     one_of,
+    trained,
 )
 from gradstats.cli.output import Table, analyse, note, one_by_one
 from gradstats.errors import InputError

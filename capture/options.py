@@ -20,7 +20,7 @@ from capture.workloads.config import (
 )
 from capture.workloads.launch import signals_raise
 from capture.workloads.registry import WORKLOADS, LearningRates, OptimizerName
-from gradstats.cli.options import compressors, one_of
+from gradstats.cli.options import one_of
 from gradstats.console import messages
 
 __all__ = [
@@ -60,7 +60,6 @@ __all__ = [
     "averages",
     "run_config",
     "signals_end_the_command",
-    "trained",
 ]
 
 
@@ -215,13 +214,6 @@ AverageOption = Annotated[
 ]
 DataDirOption = Annotated[Path | None, typer.Option(help="Folder of the data set.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights, batches and sampling.")]
-
-
-def trained() -> Sequence[str]:
-    """Return the names of compressors that a training takes: all, and the bare threshold rules."""
-    from gradstats.compressors import RULE, SELECTORS
-
-    return (*compressors(), *(f"{RULE}{name}" for name in SELECTORS))
 
 
 def run_config(

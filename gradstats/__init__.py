@@ -16,7 +16,7 @@ from gradstats.tables import Shown
 from gradstats.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from gradstats import compressors, plots, report, thresholds
+    from gradstats import compressors, hooks, network, plots, report, thresholds, trace
     from gradstats.analysis.advise import advise
     from gradstats.analysis.agreement import agreement
     from gradstats.analysis.compare import compare
@@ -61,7 +61,7 @@ def _figure(name: str) -> Callable[..., Any]:
 Shown.figures = staticmethod(_figure)  # results draw themselves with what is above them
 
 _HOME = {
-    "gradstats": ("compressors", "plots", "report", "thresholds"),
+    "gradstats": ("compressors", "hooks", "network", "plots", "report", "thresholds", "trace"),
     "gradstats.analysis.advise": ("advise",),
     "gradstats.analysis.agreement": ("agreement",),
     "gradstats.analysis.compare": ("compare",),
@@ -128,8 +128,10 @@ __all__ = [
     "fit_all",
     "goodness",
     "histogram",
+    "hooks",
     "laws",
     "moments",
+    "network",
     "open_trace",
     "over_training",
     "plan",
@@ -144,6 +146,7 @@ __all__ = [
     "stage_budget",
     "threshold",
     "thresholds",
+    "trace",
     "warm_up",
     "wire",
     "write_explorer",

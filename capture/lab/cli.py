@@ -31,7 +31,6 @@ from capture.options import (
     WorkloadOption,
     run_config,
     signals_end_the_command,
-    trained,
 )
 from capture.workloads.config import BASELINES
 from gradstats.cli.options import (
@@ -40,6 +39,7 @@ from gradstats.cli.options import (
     OutputOption,
     ValuesOption,
     one_of,
+    trained,
 )
 from gradstats.cli.output import emit, note
 

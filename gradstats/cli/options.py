@@ -29,9 +29,9 @@ __all__ = [
     "SourceArgument",
     "StepOption",
     "ValuesOption",
-    "compressors",
     "models_of",
     "one_of",
+    "trained",
 ]
 
 
@@ -64,17 +64,17 @@ def one_of(what: str, names: Callable[[], Sequence[str]]) -> dict[str, Any]:
     return {"autocompletion": complete, "callback": check}
 
 
-def compressors() -> Sequence[str]:
-    """Return the names of compressors.
+def trained() -> Sequence[str]:
+    """Return the names of compressors that a training takes: all, and the bare threshold rules.
 
     Returns
     -------
     sequence of str
         Names that ``--compressor`` takes.
     """
-    from gradstats.compressors import COMPRESSORS
+    from gradstats.compressors import COMPRESSORS, RULE, SELECTORS
 
-    return tuple(COMPRESSORS)
+    return (*COMPRESSORS, *(f"{RULE}{name}" for name in SELECTORS))
 
 
 def _estimators() -> Sequence[str]:

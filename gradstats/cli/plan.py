@@ -25,8 +25,8 @@ from gradstats.cli.options import (
     SourceArgument,
     StepOption,
     ValuesOption,
-    compressors,
     one_of,
+    trained,
 )
 from gradstats.cli.output import Records, emit, given, note
 from gradstats.errors import InputError
@@ -84,7 +84,7 @@ def plan(  # numpydoc ignore=PR01
         typer.Option(
             "--compressor",
             help="Compare only this one with dense (repeatable).",
-            **one_of("compressor", compressors),
+            **one_of("compressor", trained),
         ),
     ] = None,
     indices: IndicesOption = "plain",

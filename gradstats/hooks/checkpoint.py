@@ -249,10 +249,11 @@ class Checkpoint:
             self._restore(self._pending)
 
     def _identity(self) -> tuple[int, int]:
-        """Return this rank and the number of ranks, as they were while the process group lived."""
+        """Return this rank and the number of ranks in its group, as they were while the process group lived."""
         if dist.is_initialized():
             # asked each time while there is a group: it may have been made after the state
-            self._rank_and_world = dist.get_rank(self._group), dist.get_world_size(self._group)
+            # the rank in the training: those of several groups may save into one checkpoint
+            self._rank_and_world = dist.get_rank(), dist.get_world_size(self._group)
         return self._rank_and_world or (0, 1)
 
     def _saved_tensors(self, part: MemoryPart) -> dict[str, dict[str, torch.Tensor]]:

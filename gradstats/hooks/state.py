@@ -368,9 +368,9 @@ class CompressionState(Facts):
         Returns
         -------
         dict
-            One entry, ``rank0`` on rank 0, so that ``torch.distributed.checkpoint`` can save all ranks' under one
-            name: a dictionary with step, world_size, memory and dense_memory (tensors by kind and parameter, of
-            compressed and of densely averaged parameters), memory_counts, and compressor (bytes).
+            One entry, ``rank0`` on rank 0 of the training, so that ``torch.distributed.checkpoint`` can save all ranks'
+            under one name: a dictionary with step, world_size, memory and dense_memory (tensors by kind and parameter,
+            of compressed and of densely averaged parameters), memory_counts, and compressor (bytes).
         """
         self._discard_skipped()
         return self._setup.checkpoint.save(self.step)

@@ -136,17 +136,28 @@ def _qualities(
 ) -> dict[Choice, float]:
     """Return k̂/k by threshold rule and ratio: recorded by the run that made the trace, else replayed."""
     # Where all ranks share one selection, one rank's gradient does not say how many elements it has.
-    shared = {name for name in question.names if compressor_class(name).one_union}
-    rules = [name for name in question.names if name in ESTIMATORS and name not in shared]
-    if not rules or not source.entries():
+    names = [name for name in question.names if not compressor_class(name).one_union]
+    if not source.entries():
         return {}
+    found: dict[Choice, float] = {}
     # with local steps a system's name is that of the bare rule
     whole = SYSTEMS if 0 in question.local_steps else {}
-    options = {name: whole[name].rule for name in rules if name in whole}
-    replayed = quality(
-        source, question.ratios, rules, options=options, kinds=[_kind(source)], steps=captured
-    )
-    found: dict[Choice, float] = {(r["estimator"], r["ratio"]): r["mean"] for r in replayed}
+    for prefix, systems in (("", whole), (RULE, {})):
+        rules = {
+            bare: name for name in names
+            if name.startswith(prefix) and (bare := name.removeprefix(prefix)) in ESTIMATORS
+        }  # fmt: skip
+        options = {name: systems[name].rule for name in rules if name in systems}
+        if rules:
+            replayed = quality(
+                source,
+                question.ratios,
+                [*rules],
+                options=options,
+                kinds=[_kind(source)],
+                steps=captured,
+            )
+            found |= {(rules[r["estimator"]], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):
         # a run that used the bare rule has threshold:NAME as its compressor
         name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)

@@ -269,8 +269,8 @@ def open_source(source: object) -> Source:
     Parameters
     ----------
     source : str, Path, Trace, array_like, mapping of str to array_like, or Source
-        Path of a trace or a gradient file, an open trace, an array, arrays by layer name, or a source, which is
-        returned as it is.
+        Path of a trace, of a gradient file, or of a folder of these files or of a sharded checkpoint; an open trace, an
+        array, arrays by layer name, or a source, which is returned as it is.
 
     Returns
     -------
@@ -305,8 +305,15 @@ def open_source(source: object) -> Source:
     if folder or suffix_of(file_and_key(path)[0]) not in READ:
         if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
+        if folder and _is_folder_of_dumps(path):
+            return Dumps(dumps_of([path]), path.name)
         return TraceSource(open_trace(path))
     return opened(path)
+
+
+def _is_folder_of_dumps(path: Path) -> bool:
+    # of a folder with traces one has to be named
+    return not (is_trace(path) or any(map(is_trace, path.iterdir()))) and holds_dumps(path)
 
 
 def open_sources(path: str | Path) -> list[Source]:
@@ -333,8 +340,6 @@ def open_sources(path: str | Path) -> list[Source]:
         traces = sorted((p for p in path.iterdir() if is_trace(p)), key=lambda p: p.stem)
         if traces:
             return [open_source(p) for p in traces]
-        if holds_dumps(path):
-            return [Dumps(dumps_of([path]), path.name)]
     if (
         not file_and_key(path)[0].exists()
         and path.parent.is_dir()

@@ -211,8 +211,9 @@ def test_a_checkpoint_of_another_model_restores_nothing():
     assert state.step == 0
 
 
-def test_sparse_embeddings_resume(tmp_path):
-    assert run_ranks(2, trainings.sparse_checkpoint, str(tmp_path / "c")) == [[True] * 3] * 2
+def test_sparse_embeddings_resume_and_groups_share_a_checkpoint(tmp_path):
+    ends = run_ranks(2, trainings.checkpoints, str(tmp_path))
+    assert ends == [([True] * 3, [True] * 6)] * 2
 
 
 def test_nan_in_a_sparse_gradient_follows_the_policy():

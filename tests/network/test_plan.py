@@ -438,6 +438,16 @@ def test_a_plan_may_be_of_some_captured_steps(tmp_path):
         plan(path, link(), COMPUTE, [2], [0.01], ["topk"], captured=[7])
 
 
+def test_a_bare_rule_is_planned_beside_the_system_of_its_name():
+    values = np.random.default_rng(0).laplace(size=100_000)
+    found = by_name(plan(values, link(), COMPUTE, [2], [0.01], ["dgc", "threshold:dgc"]))
+    (bare,) = gradstats.quality(values, [0.01], ["dgc"])
+    (system,) = gradstats.quality(values, [0.01], ["dgc"], options={"dgc": {"rule": "program"}})
+    assert bare["mean"] != system["mean"]
+    assert found["threshold:dgc"]["quality"] == bare["mean"]
+    assert found["dgc"]["quality"] == system["mean"]
+
+
 def test_a_source_is_opened_once(tmp_path, monkeypatch):
     path, opened = tmp_path / "run.zarr", []
     written(path, gradients(2, 1000, 0.5))

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from gradstats import open_trace, quality
-from gradstats.errors import InputError
+from gradstats.errors import GradstatsError, InputError
 from gradstats.trace.dumps import Dumps, _Unpickler, dumps_of
 from gradstats.trace.imports import import_dumps
 from gradstats.trace.sources import open_source, open_sources
@@ -63,6 +63,11 @@ def test_a_folder_of_steps_becomes_a_trace_and_is_a_source(tmp_path):
     assert np.array_equal(trace.read(100), flat(step(100)))
     (source,) = open_sources(folder)
     assert [key[2] for key in source.entries()] == [0, 5, 10, 100]
+    assert [key[2] for key in open_source(str(folder)).entries()] == [0, 5, 10, 100]
+    # of a folder with traces one has to be named
+    import_dumps(Dumps(dumps_of([folder]), "x"), folder / "inside.zarr")
+    with pytest.raises(GradstatsError, match="dumps is not a gradstats trace"):
+        open_source(folder)
     assert quality(source, [0.1], ["exact"])[0]["n"] == 4
 
 
@@ -127,6 +132,8 @@ def test_sharded_safetensors_and_dcp(tmp_path):
     trace = imported(tmp_path, tmp_path / "runs")
     assert trace.steps() == [100, 200]
     assert np.array_equal(trace.read(200), flat(step(200)))
+    # wherever one source is asked for, too, of a path
+    assert quality(tmp_path / "runs", [0.1], ["exact"])[0]["n"] == 2
     (source,) = open_sources(tmp_path / "runs" / "checkpoint-100")
     assert np.array_equal(source.read(*source.entries()[0]).values, flat(step(100)))
 

@@ -555,6 +555,44 @@ def sparse_checkpoint(rank, world, folder):
     ]
 
 
+def groups_in_one_checkpoint(rank, world, folder):
+    """Each rank trains in a group of its own, and all save into one checkpoint; whether each gets its own back."""
+    import torch.distributed.checkpoint as dcp
+
+    groups = [dist.new_group([r]) for r in range(world)]
+
+    def fresh():
+        net = model()
+        named = net.named_parameters()
+        state = CompressionState(TopK(0.1), named_parameters=named, process_group=groups[rank])
+        ddp = DDP(net, process_group=groups[rank])
+        ddp.register_comm_hook(state, compression_hook)
+        return net, ddp, state
+
+    net, ddp, state = fresh()
+    loss_of(ddp, rank, 0).backward()
+    dcp.save({"compression": state.state_dict()}, checkpoint_id=folder)
+    other, again, resumed = fresh()
+    holder = {"compression": resumed.state_dict()}
+    dcp.load(holder, checkpoint_id=folder)
+    resumed.load_state_dict(holder["compression"])
+    for each in (ddp, again):
+        each.zero_grad()
+        loss_of(each, rank, 1).backward()
+    return [
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(net.parameters(), other.parameters(), strict=True)
+    ]
+
+
+def checkpoints(rank, world, folder):
+    """Return what both of these did."""
+    return (
+        sparse_checkpoint(rank, world, f"{folder}/sparse"),
+        groups_in_one_checkpoint(rank, world, f"{folder}/groups"),
+    )
+
+
 def sparse_nonfinite(rank, world, policy):
     """NaN in a sparse gradient is handled by the policy."""
     net = Words()
