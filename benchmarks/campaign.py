@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -92,6 +93,8 @@ PARTS = {
 
 def batch(trials: Sequence[tuple[Part, int]], reports: Connection) -> None:
     """Run trials of any parts; report the number and the outcome of each, or what was wrong."""
+    # the process that this one was forked from forks its ranks, too: another would import everything again
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     for part, number in trials:
         module, _, function = part.trial.rpartition(".")
         trial: Callable[[int, Path], str] = getattr(import_module(module), function)

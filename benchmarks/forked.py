@@ -8,5 +8,6 @@ __all__ = ["CONTEXT"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["capture.workloads.forked", "torch.distributed.checkpoint", "dask", "pytest", "xarray", "zarr"]
+    # last, as it freezes what is there
+    ["torch.distributed.checkpoint", "dask", "pytest", "xarray", "zarr", "capture.workloads.forked"]
 )

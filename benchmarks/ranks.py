@@ -55,3 +55,15 @@ def run_ranks(world, function, *args, limit_s=LIMIT_S):
 
 run_once = functools.cache(run_ranks)
 """The same, but only once for all tests that look at what these arguments return."""
+
+
+def each_of(rank, world, function, cases):
+    """Return what a function does of each case, one after the other."""
+    return [function(rank, world, *case) for case in cases]
+
+
+@functools.cache
+def run_cases(world, function, cases, limit_s=LIMIT_S):
+    """Return what :func:`run_ranks` does of each case, all in the same processes, which take longer to start."""
+    ranks = run_ranks(world, each_of, function, cases, limit_s=limit_s)
+    return dict(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))

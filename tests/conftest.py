@@ -40,11 +40,21 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish():
-    """Leave what was imported out of every later collection of garbage: hundreds of thousands of objects, that stay."""
+def pytest_collection_finish(session):
+    """Leave what was imported out of every later collection of garbage: hundreds of thousands of objects, that stay.
+
+    Then start the process that all ranks are forked from: what it has imported is decided by who starts it.
+    """
     gc.enable()
     gc.collect()
     gc.freeze()
+    distributed = any(item.get_closest_marker("distributed") for item in session.items)
+    if distributed and not session.config.option.collectonly:
+        from multiprocessing import forkserver
+
+        import forked  # noqa: F401 — names what it imports; that of a run of `gradstats capture` would be less
+
+        forkserver.ensure_running()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,5 +1,6 @@
 """What every rank comes to need, imported and compiled once: the process that ranks are forked from imports this."""
 
+import gc
 from importlib import import_module
 
 from gradstats.compressors import COMPRESSORS
@@ -16,4 +17,5 @@ for name in (
 warm_up()
 for registry in (ESTIMATORS, COMPRESSORS):
     len(registry)  # looks through the installed packages
+gc.freeze()  # ranks would look through it again and again, and it stays
 import_module("sklearn.datasets")  # last, for it may be missing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ def check_patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:
         If they are no sequence, or one is no text.
     """
     for pattern in (several := check_several(patterns, name)):
-        if not isinstance(pattern, str):
+        # a mapping has keys, which are no patterns
+        if not isinstance(pattern, str) or isinstance(patterns, Mapping):
             raise InputError(f"{name} must be name patterns such as '*.bias', not {shown(pattern)}")
     # a set has another order in every process
     return tuple(sorted(several) if isinstance(patterns, set | frozenset) else several)

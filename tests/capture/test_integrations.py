@@ -56,7 +56,7 @@ def agree(captured, expected):
 def run(folder, script, *launcher, ranks=0):
     """Run a script that starts its ranks, or by a launcher that does, or in so many that are started for it."""
     (folder / "train.py").write_text(script, encoding="utf-8")
-    path = [str(ROOT / each) for each in ("", "tests", "tests/distributed", "benchmarks")]
+    path = [str(ROOT / each) for each in ("tests", "tests/distributed", "benchmarks")]
     env = {"PYTHONPATH": ":".join(path), "GLOO_SOCKET_IFNAME": "lo"}
     if ranks:
         program("train.py", cwd=folder, env=env, ranks=ranks)

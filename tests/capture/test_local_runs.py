@@ -101,6 +101,7 @@ def trace(tmp_path_factory):
     done = terminal(
         *("capture", "gpt-pydoc", "--out", path, "--local-steps", 4, "--steps", 26, "--every", 1),
         *("--batch-size", 2, "--compressor", "topk", "--ratio", 0.01, "--indices", "chunk", "-q"),
+        *("--size", "0.1M"),
     )
     assert done.returncode == 0, done.stderr
     return path
@@ -119,7 +120,7 @@ def test_the_command_captures_every_exchange(trace):
         "outer_learning_rate": 0.7,
     }  # fmt: skip
     assert about["optimizer"]["name"] == "AdamW"
-    assert about["size"] == "0.5M"
+    assert about["size"] == "0.1M"
     ours, theirs = (opened.read(0, rank, "pseudogradient") for rank in (0, 1))
     assert not np.array_equal(ours, theirs)
     # four steps of Adam move a parameter by about four learning rates
@@ -197,6 +198,7 @@ def test_other_outer_loops_run(settings, tmp_path):
     opened = open_trace(tmp_path / "run.zarr")
     assert "pseudogradient" in opened.kinds(0)
     assert json.dumps(opened.attrs["local_steps"])
+    assert opened.attrs["size"] == "0.5M"  # where none was asked for
     if settings["outer"] == "sparseloco":
         assert [r["step"] for r in result.records] == [0, 1, 2]
         assert opened.attrs["compressor"] == "sparseloco"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import xarray
-from ranks import run_ranks
+from ranks import each_of, run_ranks
 from support.every import every
 from support.readers import assert_shards_agree
 from workers import sharded
@@ -28,6 +28,7 @@ TOLERANCE = {"rtol": 2e-5, "atol": 2e-7}
 """Sums over the ranks in another order than ours."""
 
 LOCAL = {"kinds": ("gradient", "local")}
+HOOKED = ("gradient", "corrected", "local")
 # fmt: off
 CASES = {  # ranks of the mesh, options of the capture, ranks with gradients
     "1-D": ((2,), LOCAL, [0]),
@@ -42,12 +43,33 @@ CASES = {  # ranks of the mesh, options of the capture, ranks with gradients
 # fmt: on
 
 
+@pytest.fixture(scope="module")
+def in_pieces(tmp_path_factory):
+    """Path and what the ranks saw of each case; those of as many ranks are run by the same processes."""
+    folder, worlds = tmp_path_factory.mktemp("sharded"), {}
+    for case, (shape, options, _) in CASES.items():
+        given = str(folder / case), shape, case, options
+        worlds.setdefault(int(np.prod(shape)), {})[case] = given
+    found = {}
+    for world, cases in worlds.items():
+        ranks = run_ranks(world, each_of, sharded.captured, tuple(cases.values()))
+        for (case, (path, *_)), *seen in zip(cases.items(), *ranks, strict=True):
+            found[case] = path, seen
+    return found
+
+
+@pytest.fixture(scope="module")
+def hooked(tmp_path_factory):
+    """Path of a trace of a training with a shard hook, in which each replica has one part, and what its ranks saw."""
+    path = tmp_path_factory.mktemp("hooked") / "run.zarr"
+    return path, run_ranks(4, sharded.with_hook, str(path), 1, HOOKED)
+
+
 @every("case", CASES)
-def test_the_gradient_is_that_of_the_model_in_one_piece(tmp_path, case):
-    shape, options, leaders = CASES[case]
-    path = tmp_path / "run.zarr"
+def test_the_gradient_is_that_of_the_model_in_one_piece(in_pieces, case):
+    shape, _, leaders = CASES[case]
+    path, seen = in_pieces[case]
     world = int(np.prod(shape))
-    seen = run_ranks(world, sharded.captured, str(path), shape, case, options)
     trace = assert_shards_agree(path)
     assert trace.ranks == list(range(world))
     assert [r for r in trace.ranks if trace.has_gradients(r)] == leaders
@@ -84,9 +106,11 @@ def test_sketches_and_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_with_a_shard_hook_each_replica_shows_what_it_compressed(tmp_path, parts):
-    path = tmp_path / "run.zarr"
-    found = run_ranks(4, sharded.with_hook, str(path), parts, ("gradient", "corrected", "local"))
+def test_with_a_shard_hook_each_replica_shows_what_it_compressed(tmp_path, hooked, parts):
+    path, found = hooked
+    if parts > 1:
+        path = tmp_path / "run.zarr"
+        found = run_ranks(4, sharded.with_hook, str(path), parts, HOOKED)
     seen = [gradients for gradients, _ in found]
     trace = assert_shards_agree(path)
     assert [r for r in trace.ranks if trace.has_gradients(r)] == [0, 2]
@@ -189,9 +213,8 @@ def test_what_cannot_be_captured_is_refused(tmp_path):
         assert all("\n" not in line for line in said.values())
 
 
-def test_every_command_takes_a_sharded_trace(tmp_path, capsys):
-    path = tmp_path / "run.zarr"
-    run_ranks(4, sharded.with_hook, str(path), 1, ("gradient", "corrected", "local"))
+def test_every_command_takes_a_sharded_trace(tmp_path, hooked, capsys):
+    path, _ = hooked
     name = str(path)
     for command in (
         ["info", name],

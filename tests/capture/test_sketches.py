@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import warnings
 
 import numpy as np
 import pytest
 import xarray
+from forked import CONTEXT
 from ranks import run_ranks
-from support.traces import assert_same_sketch, train, write
+from support.traces import LAYERS, assert_same_sketch, gradient, train, write
 from workers import hook as cases
 
 from capture import Capture, CaptureWarning
@@ -197,40 +196,29 @@ def test_growing_and_unused_rows(path):
     assert open_trace(path.with_name("b.zarr")).to_datatree()["rank00000"].sizes["step"] == 1
 
 
-KILLED = """
-import sys
-from support.traces import *
-writer = TraceWriter(sys.argv[1], 0, kinds=KINDS, store="sketches")
-for step in range(100_000):
-    writer.append(step, {k: gradient(step, 0, k) for k in KINDS}, loss=step)
-    print(step, flush=True)
-"""
+def write_for_ever(path, reports):
+    """Say every step whose append returned."""
+    writer = TraceWriter(path, 0, kinds=KINDS, store="sketches")
+    for step in itertools.count():
+        writer.append(step, {k: gradient(step, 0, k) for k in KINDS}, loss=step)
+        reports.send(step)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 3, 70])
 def test_a_killed_process_leaves_every_step_it_committed(path, after):
     """Killed a moment after a step it reported, somewhere in a later one."""
-    from conftest import ROOT
-    from support.traces import LAYERS, gradient
-
     create_trace(path, LAYERS, overwrite=True)
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/distributed:{ROOT}/benchmarks",
-        },
-    )
-    reported = []
-    while len(reported) <= after:
-        reported.append(int(process.stdout.readline()))
-    process.send_signal(signal.SIGKILL)
-    reported += map(int, process.stdout.read().split())
-    process.wait()
-    process.stdout.close()
+    reports, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=write_for_ever, args=(path, theirs))
+    process.start()
+    theirs.close()
+    reported = [reports.recv() for _ in range(after + 1)]
+    process.kill()
+    with contextlib.suppress(EOFError):
+        while True:
+            reported.append(reports.recv())
+    process.join()
     trace = open_trace(path)
     steps = trace.steps()
     # at most one more was committed and not reported

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from support.terminal import run
+from support.terminal import main, run
 
 from gradstats.errors import GradstatsError, InputError
 from gradstats.network import Network
@@ -32,13 +34,31 @@ def file(tmp_path):
     return tmp_path / "x.npy"
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
-def test_a_terminal_without_greek_letters(encoding, file):
-    env = os.environ | {"PYTHONIOENCODING": encoding}
-    for args in (["--help"], ["quality", file, "--ratio", "0.01", "--estimator", "exact"]):
-        run = command(*args, env=env)
+GREEK = (["--help"], ["quality", "x.npy", "--ratio", "0.01", "--estimator", "exact"])
+
+
+def test_a_terminal_without_greek_letters(file):
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for args in GREEK:
+        run = command(*args, env=env, cwd=file.parent)
         assert run.returncode == 0
         assert b"Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii"])
+def test_streams_without_greek_letters(encoding, file, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    for args in GREEK:
+        # as Python makes them for such a terminal
+        out, err = (
+            io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors)
+            for errors in ("strict", "backslashreplace")
+        )
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as done:
+            main(args)
+        assert done.value.code == 0
+        out.flush()
+        assert out.buffer.getvalue()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk here")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from support.checkpoints import resealed
 from support.every import every
 from workers import trainings
@@ -18,12 +19,20 @@ from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, dgc_warm_up
 
 pytestmark = pytest.mark.distributed
+SCALED = (("dense", 2.0**127, 3), ("topk", 2.0**127, 3), ("topk", 2.0**4, 2), ("topk", 1.0, 1000))
+OTHER_DTYPES = tuple(
+    itertools.product(
+        ("topk", "micro", "lags", "ef-signsgd", "cltk"), ("float64", "bfloat16", "float16")
+    )
+)
+SCHEDULED = ("topk", "redsync-quantised", "cltk", "randomk", "lags")
+UNUSED = tuple(itertools.product(("feedback", "momentum"), (False, True)))
+VARIANTS = tuple(itertools.product(trainings.TRAININGS, (False, True)))
 
 
 def test_a_loss_scaler_sees_overflow_as_in_dense_training():
     """An intended overflow: the scale falls until nothing is infinite, and grows again."""
-    dense = run_ranks(2, trainings.scaled, "dense", 2.0**127, 3)
-    ours = run_ranks(2, trainings.scaled, "topk", 2.0**127, 3)
+    dense, ours, *_ = run_cases(2, trainings.scaled, SCALED).values()
     for (scales, *_), (found, _, _, untouched, same) in zip(dense, ours, strict=True):
         assert found == scales
         assert scales[0] == 2.0**126  # the first step overflowed
@@ -34,8 +43,7 @@ def test_a_loss_scaler_sees_overflow_as_in_dense_training():
 
 def test_a_changing_loss_scale_changes_nothing():
     """Scales are powers of two: the residual in unscaled units is that of a training without a scaler."""
-    changing = run_ranks(2, trainings.scaled, "topk", 2.0**4, 2)
-    constant = run_ranks(2, trainings.scaled, "topk", 1.0, 1000)
+    *_, changing, constant = run_cases(2, trainings.scaled, SCALED).values()
     for (scales, flat, residual, *_), (ones, plain, kept, *_) in zip(
         changing, constant, strict=True
     ):
@@ -53,14 +61,15 @@ def test_a_policy_that_hides_overflow_says_so_once():
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0])
 def test_complex_parameters_are_averaged(ratio):
-    for same, close in run_ranks(2, trainings.complex_parameters, ratio):
+    for same, close in run_cases(2, trainings.complex_parameters, ((0.1,), (1.0,)))[ratio,]:
         assert same
         assert close == (ratio == 1)
 
 
 @pytest.mark.parametrize("exclude", [(), ("words.*",)])
 def test_sparse_gradients_are_averaged_exactly(exclude):
-    for agree, names, message, sent in run_ranks(2, trainings.sparse_embedding, exclude):
+    ranks = run_cases(2, trainings.sparse_embedding, (((),), (("words.*",),)))[exclude,]
+    for agree, names, message, sent in ranks:
         assert all(agree)
         # 50 rows of 4 travel as a dense vector, beside three elements and their positions
         assert 800 + 24 <= sent < 800 + 200
@@ -68,12 +77,12 @@ def test_sparse_gradients_are_averaged_exactly(exclude):
         assert message.startswith("InputError: words.weight has a sparse gradient")
 
 
-@every("dtype", ["float64", "bfloat16", "float16"])
-@every("name", ["topk", "micro", "lags", "ef-signsgd", "cltk"])
+@every(("name", "dtype"), OTHER_DTYPES)
 def test_large_parameters_of_every_dtype(name, dtype):
     # what the ranks sent, rounded to the gradient's dtype, plus what they kept, is what they had
     largest = {"float64": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
-    for error, memory, same in run_ranks(2, trainings.other_dtype, name, dtype):
+    ranks = run_cases(2, trainings.other_dtype, OTHER_DTYPES, limit_s=700)[name, dtype]
+    for error, memory, same in ranks:
         assert error < largest
         assert memory == ("torch.float64" if dtype == "float64" else "torch.float32")
         assert same
@@ -93,7 +102,7 @@ def test_channels_last_keeps_every_element_in_its_place():
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("memory", ["feedback", "momentum"])
 def test_parameters_that_no_rank_used_lose_nothing(memory, view):
-    for lost in run_ranks(2, trainings.unused, memory, view):
+    for lost in run_cases(2, trainings.unused, UNUSED)[memory, view]:
         assert len(lost) == (6 if memory == "feedback" else 0)
         assert max(lost.values(), default=0) < 1e-6
 
@@ -122,9 +131,9 @@ def test_the_norm_of_a_half_precision_gradient_is_finite():
         assert problem == ""
 
 
-@pytest.mark.parametrize("name", ["topk", "redsync-quantised", "cltk", "randomk", "lags"])
+@pytest.mark.parametrize("name", SCHEDULED)
 def test_every_compressor_with_a_ratio_follows_the_schedule(name):
-    for counts, numel in run_ranks(2, trainings.schedule, name):
+    for counts, numel in run_cases(2, trainings.schedule, tuple((n,) for n in SCHEDULED))[name,]:
         expected = [round(r * numel) for r in (0.2, 0.2, 0.05, 0.05, 0.01, 0.01)]
         assert counts == pytest.approx(expected, rel=0.02, abs=5)
 
@@ -146,10 +155,10 @@ def test_a_schedule_that_cannot_be_followed_is_refused_at_once():
     assert make_compressor("marsit", 0.1).ratio is None
 
 
-@every("streams", [False, True])
-@every("name", list(trainings.TRAININGS))
+@every(("name", "streams"), VARIANTS)
 def test_options_of_ddp_change_nothing(name, streams):
-    assert run_ranks(2, trainings.variant, name, streams) == [(True, True)] * 2
+    ends = run_cases(2, trainings.variant, VARIANTS, limit_s=700)[name, streams]
+    assert ends == [(True, True)] * 2
 
 
 def test_process_groups_and_models_side_by_side():

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tracemalloc
 from pathlib import PosixPath
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.terminal import run
 
 from gradstats import open_trace, quality
 from gradstats.errors import GradstatsError, InputError
@@ -33,16 +32,6 @@ def step(i):
 
 def flat(tensors):
     return torch.cat([t.reshape(-1) for t in tensors.values()]).numpy()
-
-
-def command(*args, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "gradstats", *map(str, args)],
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
-    )
 
 
 def imported(tmp_path, *paths, **options):
@@ -232,10 +221,10 @@ def test_memory_is_that_of_one_gradient(tmp_path):
 def test_the_command(tmp_path):
     for i in range(3):
         torch.save(step(i), tmp_path / f"g{i}.pt")
-    run = command("import", tmp_path, "--out", tmp_path / "run.zarr", "--kind", "pseudogradient")
-    assert run.returncode == 0, run.stderr
-    assert "3 of 3 gradients imported" in run.stderr
+    done = run("import", tmp_path, "--out", tmp_path / "run.zarr", "--kind", "pseudogradient")
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 gradients imported" in done.stderr
     assert open_trace(tmp_path / "run.zarr").kinds(0) == ["pseudogradient"]
-    again = command("import", tmp_path / "g0.pt", "--out", tmp_path / "run.zarr", "--kind", "x")
+    again = run("import", tmp_path / "g0.pt", "--out", tmp_path / "run.zarr", "--kind", "x")
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
