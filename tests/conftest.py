@@ -40,19 +40,20 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish(session):
-    """Leave what was imported out of every later collection of garbage: hundreds of thousands of objects, that stay.
-
-    Then start the process that all ranks are forked from: what it has imported is decided by who starts it.
-    """
+def pytest_collection_finish():
+    """Leave what was imported out of every later collection of garbage: hundreds of thousands of objects, that stay."""
     gc.enable()
     gc.collect()
     gc.freeze()
-    distributed = any(item.get_closest_marker("distributed") for item in session.items)
-    if distributed and not session.config.option.collectonly:
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_of_ranks(request):
+    """Start the process that ranks are forked from: who starts it decides what it has imported."""
+    if any(item.get_closest_marker("distributed") for item in request.session.items):
         from multiprocessing import forkserver
 
-        import forked  # noqa: F401 — names what it imports; that of a run of `gradstats capture` would be less
+        import forked  # noqa: F401 — a run of `gradstats capture` would name less
 
         forkserver.ensure_running()
 
