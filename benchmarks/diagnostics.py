@@ -214,8 +214,10 @@ def main() -> None:
     every = STUDIES | ASKED
     names = ", ".join(every)
     parser.add_argument("names", nargs="*", default=list(STUDIES), metavar="NAME", help=names)
-    parser.add_argument("--data-dir", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--data-dir", type=Path, help="folder of CIFAR-10, PTB and AN4")
     options = parser.parse_args()
+    if options.data_dir is None and (asked := [n for n in options.names if n in ASKED]):
+        parser.error(f"{asked[0]} needs --data-dir")
     for name in options.names:
         records = every[name](options.data_dir) if name in ASKED else every[name]()
         rounded = [
