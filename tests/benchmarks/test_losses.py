@@ -300,6 +300,16 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     }
 
 
+def test_every_run_that_judges_has_the_rate_that_seed_0_chose():
+    rows = stored(losses.FILE)
+    judging = [r for r in rows if r["seed"]]
+    assert len(judging) > 1000
+    assert [
+        r for r in judging
+        if r["factor"] != losses.best_factor(rows, r["piece"], r["system"], r["ratio"])
+    ] == []  # fmt: skip
+
+
 def test_the_best_rate_is_mostly_the_largest_tried_as_the_page_says():
     rows = stored(losses.FILE)
     tuned = {(r["piece"], r["system"], r["ratio"]) for r in rows if r["factor"] != 1}
@@ -342,10 +352,8 @@ def test_the_pages_of_a_choice_count_right():
     trainings = {o: counts[o, "loss"]["of"] for o in losses.OPTIMIZERS}
     said = (
         "within 2 % of the dense loss in {} of {} trainings, at 0.01 in {}, at 0.001 in {}; with "
-        "AdamW in {}, {} and {} of {}; with Muon, at rates that were too small, in {}, {} and {} of {}."
+        "AdamW in {}, {} and {} of {}; with Muon in {}, {} and {} of {}."
     )
-    slow = re.findall(r"With (\w+) all three are too small", losses.beyond(stored(losses.FILE)))
-    assert slow == ["Muon"]
     tenth, *others = numbers["sgd"]
     rest = [x for o in ("adamw", "muon") for x in (*numbers[o], trainings[o])]
     assert said.format(tenth, trainings["sgd"], *others, *rest) in text
