@@ -73,7 +73,7 @@ class LocalOptimizers:
         before: Callable[[], None],
         after: Callable[[], None],
         most: int,
-        again: Callable[[torch.optim.Optimizer], None] | None = None,
+        averages: bool = False,
     ) -> None:
         """Call functions around local steps.
 
@@ -85,28 +85,33 @@ class LocalOptimizers:
             Called when each optimizer has stepped, in whatever order.
         most : int
             Steps that another optimizer may take of these parameters while none of these steps.
-        again : callable, optional
-            Called with each optimizer that steps after another one, where `before` looks at gradients. Then no step may
-            have a closure, which computes them after that, and perhaps several times.
+        averages : bool
+            Whether `before` averages the gradients.
 
         Raises
         ------
         InputError
-            If closures are not allowed: raised by ``optimizer.step(closure)``, not here.
+            If they are averaged, out of an optimizer's step, not here: where that has a closure, which computes others
+            in it, or where a backward pass came after the average.
         """
+        late: set[int] = set()
 
         def begin(
             optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]
         ) -> None:
-            if again is not None and closure_of(arguments, options) is not None:
+            if averages and closure_of(arguments, options) is not None:
                 raise InputError(
                     "steps=1 averages gradients before the optimizer's step, and a closure computes others in it: "
                     "call closure() and then step() without it, or use DDP"
                 )
             if not self._stepped:
                 before()
-            elif again is not None:
-                again(optimizer)
+                late.clear()
+            elif not late.isdisjoint(id(p) for p in parameters_of(optimizer)):
+                raise InputError(
+                    f"steps=1 averages gradients before the first optimizer's step, and a backward pass for "
+                    f"{type(optimizer).__name__} came after that: let it come before, or use DDP"
+                )
 
         def end(optimizer: torch.optim.Optimizer, *_: object) -> None:
             self._uncounted = 0
@@ -124,6 +129,11 @@ class LocalOptimizers:
                 each.register_step_pre_hook(begin),
                 each.register_step_post_hook(end),
             ]
+        if averages:
+            self._handles += [
+                p.register_post_accumulate_grad_hook(lambda p: late.add(id(p)))  # type: ignore[no-untyped-call]
+                for _, p in self._named if p.requires_grad
+            ]  # fmt: skip
         # of every optimizer of the process: hooks on those given would not see another one step
         self._handles.append(register_optimizer_step_post_hook(lambda o, *_: self._refuse(o, most)))
 

@@ -35,9 +35,8 @@ from gradstats.hooks.gradient import Pair, dense
 from gradstats.hooks.layout import check_patterns, idle, warn_of_idle
 from gradstats.hooks.local_optimizers import LocalOptimizers
 from gradstats.hooks.memory import Memory
-from gradstats.hooks.optimizers import parameters_of
 from gradstats.hooks.state import CompressionState
-from gradstats.hooks.torch_private import groups_of_rank, unwrap, version
+from gradstats.hooks.torch_private import groups_of_rank, unwrap
 from gradstats.hooks.units import across, as_sharded, is_sharded, units
 from gradstats.primitives.ratio import check_count, check_number
 from gradstats.trace.record import StepRecord, together
@@ -241,7 +240,6 @@ class LocalSteps(Facts):
         # after the fragments, whose anchors it sets
         self._begin_alike()
         self._background = Background()
-        self._averaged: dict[int, tuple[int, int] | None] = {}
         self._watcher = _Watcher(lambda pairs: None, lambda: None)
 
     def _facts(self) -> dict[str, str]:
@@ -310,7 +308,7 @@ class LocalSteps(Facts):
                     "the model was changed, loaded or moved since LocalSteps was made: make LocalSteps after that"
                 )
         if self._data_parallel:
-            self._optimizers.attach(self._average_gradients, self._count, 1, self._check_averaged)
+            self._optimizers.attach(self._average_gradients, self._count, 1, averages=True)
         else:
             self._optimizers.attach(lambda: None, self._stepped, self.steps)
         return self
@@ -517,18 +515,6 @@ class LocalSteps(Facts):
             # of one frozen since, zero would let momentum and weight decay move it; alike on all ranks
             left = parameter.requires_grad or mean.any()
             parameter.grad = as_sharded(parameter, mean) if left else None
-        self._averaged = {id(p): _seen(p.grad) for p, _ in pairs}
-
-    def _check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer has other gradients than those that were averaged before another one's step."""
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None and self._averaged.get(id(parameter)) != _seen(
-                parameter.grad
-            ):
-                raise InputError(
-                    f"steps=1 averages gradients before the first optimizer's step, and {type(optimizer).__name__} has "
-                    "others since: call backward() for all of them before that, or use DDP"
-                )
 
     def _count(self) -> None:
         self.step += 1
@@ -543,11 +529,6 @@ def _checked(own: Mapping[str, Any], what: str, named: Named) -> Mapping[str, to
     for name, values in named:
         check_values(f"{name} of {what}", saved[name], local_values(values).shape, values.dtype)
     return saved
-
-
-def _seen(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return what tells a gradient from what it is after something was written to it."""
-    return None if gradient is None else (id(gradient), version(gradient))
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
