@@ -461,15 +461,16 @@ def test_the_command_says_and_stores_it(measured, tmp_path, monkeypatch):
     assert rows[0]["rule"] == "topk"
     asked = []
 
-    def plan(source, cluster, compute, workers, *rest):
-        asked.append(workers)
+    def plan(source, cluster, compute, workers, *rest, captured):
+        asked.append((workers, captured))
         return []
 
     monkeypatch.setattr(gradstats.network, "plan", plan)
     measured_network().save(tmp_path / "network.json")
     cluster = ["--network", tmp_path / "network.json", "--compute", 0.1, "--workers", 64]
     assert run("advise", path, *cluster).returncode == 0
-    assert asked == [[64]]
+    assert run("advise", path, *cluster, "--step", 0).returncode == 0
+    assert asked == [([64], None), ([64], [0])]
     failed = run("advise", path, "--link", "1gbit")
     assert failed.returncode == 2
     assert "--compute" in failed.stderr

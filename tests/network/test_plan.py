@@ -486,6 +486,9 @@ def test_what_a_run_recorded_goes_before_a_replay(tmp_path):
     assert found["dgc"]["bytes"] < found["none"]["bytes"] / 4
     found = by_name(plan(path, link(), COMPUTE, [2], [0.01], ["sidco-e"], rates=[1e5]))
     assert found["sidco-e"]["quality"] == 1.7
+    # of the steps that are looked at
+    later = by_name(plan(path, link(), COMPUTE, [2], [0.01], ["sidco-e"], captured=[1]))
+    assert later["sidco-e"]["quality"] != 1.7
     assert "It keeps 1.7 of the k asked for." in advice([found["sidco-e"], found["none"]])
 
 
@@ -658,6 +661,7 @@ ERRORS = [
     (["--values", "int3"], "no values 'int3'"),
     (["--baseline", "fp8"], "no baseline 'fp8'"),
     (["--compressor", "randomk", "--indices", "rice"], "randomk sends no positions"),
+    (["--step", "7"], "nothing in x.npy matches; it holds steps 0"),
 ]
 
 
