@@ -130,10 +130,13 @@ def resources(
         and (signature[name][0] == "*" or (name == "numel" and name not in constants))
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    # ptxas is asked below, for what it says: its code is of no use here
-    with patch.object(CUDABackend, "make_cubin", lambda self, *_: b""):
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
     with tempfile.TemporaryDirectory() as folder:
+        # ptxas is asked below, for what it says: its code is of no use here, and must not come into the user's cache
+        with (
+            patch.dict(os.environ, {"TRITON_CACHE_DIR": folder}),
+            patch.object(CUDABackend, "make_cubin", lambda self, *_: b""),
+        ):
+            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
         target = re.search(r"\.target (\w+)", compiled.asm["ptx"])

@@ -59,7 +59,14 @@ run_once = functools.cache(run_ranks)
 
 def each_of(rank, world, function, cases):
     """Return what a function does of each case, one after the other."""
-    return [function(rank, world, *case) for case in cases]
+    found = []
+    for case in cases:
+        try:
+            found.append(function(rank, world, *case))
+        except Exception as error:
+            error.add_note(f"in case {case}")
+            raise
+    return found
 
 
 @functools.cache

@@ -272,7 +272,8 @@ def check_moments(
         # a name may be of some ranks alone
         names = dict.fromkeys(itertools.chain(*each))
         name = next((n for n in names if len({e.get(n) for e in each}) > 1), "details")
-        values = by_rank([e.get(name, "nothing") for e in each])
+        # names of a whole model's parameters are no line
+        values = by_rank([e.get(name, "nothing")[:120] for e in each])
         raise InputError(f"the ranks differ in {name} in step {headers[0].step}, {values}")
 
 

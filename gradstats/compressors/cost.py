@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from gradstats.collectives.codec import PLAIN, SCALED, Codec
 from gradstats.collectives.header import HEADER_BYTES
 from gradstats.collectives.ragged import RaggedAllGather
+from gradstats.compressors import RULE
 
 __all__ = [
     "FLAG",
@@ -135,7 +136,7 @@ class Load:
     @property
     def selecting(self) -> Work:
         """Work of the compressor's own selection in the whole gradient."""
-        return Work(f"select:{self.name}", self.numel)
+        return Work(f"select:{self.name.removeprefix(RULE)}", self.numel)
 
 
 @dataclass(frozen=True, slots=True)

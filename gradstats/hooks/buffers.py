@@ -23,13 +23,11 @@ def pack_buffers(model: torch.nn.Module) -> bytes:
         The model.
     """
     # bytes: some are made, or grow, in the first forward pass, which a template of a new model has not seen
-    return pack_state(
-        {
-            name: local_part(buffer.detach()).clone()
-            for name, module, key in kept_buffers(model)
-            if (buffer := getattr(module, key)) is not None
-        }
-    )
+    found = {}
+    for name, module, key in kept_buffers(model):
+        here = module._buffers[key]
+        found[name] = None if here is None else local_part(here.detach()).clone()
+    return pack_state(found)
 
 
 def unpack_buffers(model: torch.nn.Module, data: bytes) -> Callable[[], None]:
@@ -54,17 +52,27 @@ def unpack_buffers(model: torch.nn.Module, data: bytes) -> Callable[[], None]:
     """
     saved = unpack_state(data, "buffers")
     places = {name: (module, key) for name, module, key in kept_buffers(model)}
-    if strange := [name for name in saved if name not in places]:
-        raise InputError(f"the checkpoint has a buffer {strange[0]}, and this model has none")
+    if saved.keys() != places.keys():
+        raise InputError("the checkpoint has other buffers than this model")
     anywhere = next(model.parameters()).device
+    for name, values in saved.items():
+        module, key = places[name]
+        here, shape = module._buffers[key], getattr(values, "shape", None)
+        if here is None or shape == local_part(here).shape:
+            continue
+        # what a first forward pass makes, or makes larger, is whole in the checkpoint
+        if shape is None or local_part(here) is not here or here.numel() > shape.numel():
+            raise InputError(
+                f"the checkpoint's buffer {name} has shape {tuple(shape or ())}, not {tuple(here.shape)}"
+            )
 
     def restore() -> None:
         for name, values in saved.items():
             module, key = places[name]
-            here = getattr(module, key)
+            here = module._buffers[key]
             if here is not None and local_part(here).shape == values.shape:
                 local_part(here.detach()).copy_(values)
-            else:
-                setattr(module, key, values.to(anywhere if here is None else here.device))
+            elif values is not None:
+                module._buffers[key] = values.to(anywhere if here is None else here.device)
 
     return restore

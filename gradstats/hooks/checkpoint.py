@@ -103,7 +103,7 @@ class Checkpoint:
     gradient : FlatGradient
         Its memory is saved as tensors, by parameter.
     process_group : torch.distributed.ProcessGroup, optional
-        The group of ranks, by whose numbers entries are named.
+        The group of ranks, of whose number an entry is.
     """
 
     def __init__(

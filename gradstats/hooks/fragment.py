@@ -234,7 +234,7 @@ class Fragment:
         for (name, parameter), (_, mean) in zip(self.named, self.pairs, strict=True):
             local_values(parameter).copy_(self.anchors[name])
             # what is frozen and moved on no rank stays: the outer momentum would move it on
-            if parameter.requires_grad or mean.any():
+            if self.counts(parameter, mean):
                 parameter.grad = as_sharded(parameter, mean)
         outer.step()
         for parameter, gradient in gradients:
@@ -249,6 +249,23 @@ class Fragment:
                 # (1 − mix) · outer + mix · local
                 values.lerp_(local[i], mix)
         self.pairs = []
+
+    def counts(self, parameter: torch.Tensor, mean: torch.Tensor) -> bool:
+        """Tell whether an optimizer is to have a mean: of what is frozen, if it is not zero; alike on all ranks.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the fragment's.
+        mean : torch.Tensor
+            Mean over the ranks, of sharded parameters what this rank holds of it.
+        """
+        if parameter.requires_grad:
+            return True
+        if self._within is None:
+            return bool(mean.any())
+        # other ranks of the replica hold other parts of it
+        return any(all_gather_flags(int(mean.any()), self._within, self.device))
 
     def end(self, step: int) -> None:
         """Check that all ranks end a training here.

@@ -35,7 +35,8 @@ def check_patterns(patterns: Sequence[str], name: str) -> tuple[str, ...]:
     for pattern in (several := check_several(patterns, name)):
         # a mapping has keys, which are no patterns
         if not isinstance(pattern, str) or isinstance(patterns, Mapping):
-            raise InputError(f"{name} must be name patterns such as '*.bias', not {shown(pattern)}")
+            wrong = patterns if isinstance(patterns, Mapping) else pattern
+            raise InputError(f"{name} must be name patterns such as '*.bias', not {shown(wrong)}")
     # a set has another order in every process
     return tuple(sorted(several) if isinstance(patterns, set | frozenset) else several)
 

@@ -13,7 +13,7 @@ from gradstats.hooks.checkpoint import pack_optimizer, unpack_optimizer
 from gradstats.hooks.contents import field
 from gradstats.hooks.fragment import Named
 from gradstats.hooks.optimizers import closure_of, parameters_of
-from gradstats.hooks.torch_private import innermost_optimizer
+from gradstats.hooks.torch_private import backward_pass, innermost_optimizer
 from gradstats.primitives.ratio import shown
 
 __all__ = ["LocalOptimizers"]
@@ -104,13 +104,19 @@ class LocalOptimizers:
                     "steps=1 averages gradients before the optimizer's step, and a closure computes others in it: "
                     "call closure() and then step() without it, or use DDP"
                 )
+            if averages and backward_pass() >= 0:
+                raise InputError(
+                    f"steps=1 averages gradients before the first optimizer's step, and {type(optimizer).__name__} "
+                    "steps within the backward pass: step after it, or use DDP"
+                )
             if not self._stepped:
                 before()
                 late.clear()
             elif not late.isdisjoint(id(p) for p in parameters_of(optimizer)):
                 raise InputError(
-                    f"steps=1 averages gradients before the first optimizer's step, and a backward pass for "
-                    f"{type(optimizer).__name__} came after that: let it come before, or use DDP"
+                    "steps=1 averages gradients before the first optimizer's step, and a backward pass for "
+                    f"{type(optimizer).__name__} came after that: each optimizer steps once after all backward passes, "
+                    "or use DDP"
                 )
 
         def end(optimizer: torch.optim.Optimizer, *_: object) -> None:

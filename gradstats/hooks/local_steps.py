@@ -23,7 +23,7 @@ from gradstats.compressors import (
     as_compressor,
 )
 from gradstats.compressors.sparse import Average, check_average
-from gradstats.errors import GradstatsError, InputError, several
+from gradstats.errors import GradstatsError, InputError
 from gradstats.hooks.agreement import agree_on_model, optimizer_options
 from gradstats.hooks.buffers import pack_buffers, unpack_buffers
 from gradstats.hooks.checkpoint import load_all, pack_optimizer, unpack_optimizer
@@ -459,7 +459,7 @@ class LocalSteps(Facts):
         return {
             "local steps": str(self.step) if counted else "the last",
             "the outer optimizer's options": optimizer_options(self._outer),
-            "frozen parameters": several([n for n, p in self._named if not p.requires_grad])
+            "frozen parameters": ", ".join(n for n, p in self._named if not p.requires_grad)
             or "none",
         }
 
@@ -512,9 +512,9 @@ class LocalSteps(Facts):
         self._watcher.before(pairs)
         fragment.average(pairs, self.step, self._details())
         for parameter, mean in pairs:
-            # of one frozen since, zero would let momentum and weight decay move it; alike on all ranks
-            left = parameter.requires_grad or mean.any()
-            parameter.grad = as_sharded(parameter, mean) if left else None
+            # of one frozen since, zero would let momentum and weight decay move it
+            counts = fragment.counts(parameter, mean)
+            parameter.grad = as_sharded(parameter, mean) if counts else None
 
     def _count(self) -> None:
         self.step += 1

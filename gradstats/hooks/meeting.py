@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -70,12 +71,16 @@ def meet(
             if time.monotonic() - began < seconds / 2:
                 return  # no timeout: the ranks have lost each other, which the next exchange says
             absent = [r for r in range(world) if not store.check([f"{key}/{r}"])]
+            if not absent:  # the last one came just now
+                _meetings[what, name] += 1
+                return
         # as the user numbers them: those of the whole training
         ranks = ", ".join(str(dist.get_global_rank(members, r)) for r in absent[:5])
         missing = f"rank {ranks}{' …' if absent[5:] else ''} (of {dist.get_world_size()})"
         if seconds < longest:
             warn(f"a {what} waits for {missing}, to make it too: {advice}", category)
     # taken back: when all come later, it is this meeting that they come to
-    store.add(f"{key}/ranks", -1)
-    store.delete_key(f"{key}/{own}")
+    with suppress(RuntimeError, NotImplementedError):
+        store.add(f"{key}/ranks", -1)
+        store.delete_key(f"{key}/{own}")
     raise InputError(f"a {what} waited {longest:.0f} s in vain for {missing}: {advice}")

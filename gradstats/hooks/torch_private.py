@@ -325,7 +325,7 @@ def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module,
     """
     # not by state_dict() itself: hooks of wrappers give its entries other names
     for path, module in model.named_modules():
-        for key in module._buffers:
+        for key in list(module._buffers.keys()):  # of a scripted module they are no dict
             if key not in module._non_persistent_buffers_set:
                 yield f"{path}.{key}" if path else key, module, key
 

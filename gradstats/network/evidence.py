@@ -18,7 +18,7 @@ from gradstats.network.union import union_growth
 from gradstats.primitives.ratio import target_count
 from gradstats.thresholds import ESTIMATORS
 from gradstats.trace import Kind, Layer
-from gradstats.trace.sources import Source, TraceSource
+from gradstats.trace.sources import Source, TraceSource, matching
 
 __all__ = ["Evidence", "evidence"]
 
@@ -70,7 +70,7 @@ class Evidence:
         """
         if (name, ratio) in self.qualities:
             return "trace"
-        return "assumed" if name in ESTIMATORS or name in SYSTEMS else "exact"
+        return "assumed" if name.removeprefix(RULE) in ESTIMATORS or name in SYSTEMS else "exact"
 
     @property
     def of_k(self) -> Evidence:
@@ -114,7 +114,8 @@ def evidence(source: Source, question: Question, captured: Sequence[int] | None 
         Captured steps that count; all if None.
     """
     if captured is not None:
-        source.select(steps=captured, kinds=[_kind(source)])  # refuses those that there are not
+        # refuses those that there are not
+        matching([source], steps=captured, kinds=[_kind(source)])
     # autograd comes to the last layer first
     times = [
         LayerTime(layer.name, layer.numel, question.backward * layer.numel / source.numel)
@@ -159,19 +160,22 @@ def _qualities(
             )
             found |= {(rules[r["estimator"]], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):
-        # a run that used the bare rule has threshold:NAME as its compressor
-        name = str(source.trace.attrs.get("compressor")).removeprefix(RULE)
+        ran = str(source.trace.attrs.get("compressor"))
+        bare = ran.removeprefix(RULE)
         ratio = source.trace.attrs.get("ratio")
         # metadata are whatever the user wrote
-        run = (name, float(ratio) if isinstance(ratio, int | float) else math.nan)
+        ratio = float(ratio) if isinstance(ratio, int | float) else math.nan
+        # without a system of that name the rule is the same thing under both of its names
+        runs = [(ran, ratio)] if bare in whole else [(bare, ratio), (RULE + bare, ratio)]
+        runs = [run for run in runs if run in found]
         # preferred to a replay, which only sees the captured steps
         recorded = [
             r["quality"] for r in compression(source.trace)
-            if run in found and (captured is None or r["step"] in captured)
+            if runs and (captured is None or r["step"] in captured)
         ]  # fmt: skip
         # a step that the run refused has no target, and NaN
         if known := [q for q in recorded if math.isfinite(q)]:
-            found[run] = float(np.mean(known))
+            found |= dict.fromkeys(runs, float(np.mean(known)))
     # of gradients with NaN a replay knows nothing
     return {choice: q for choice, q in found.items() if math.isfinite(q)}
 

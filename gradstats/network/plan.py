@@ -26,6 +26,7 @@ from gradstats.network.prediction import (
 )
 from gradstats.network.question import Baseline, Choice, Question, ask
 from gradstats.network.senders import Sender, sender
+from gradstats.primitives.ratio import check_several
 from gradstats.tables import Plan, Record, Records
 from gradstats.trace.sources import open_source
 
@@ -177,7 +178,9 @@ def plan(
         codec=codec,
         baseline=baseline,
     )
-    return _table(question, evidence(opened, question, captured))
+    if captured is not None:
+        captured = check_several(captured, "captured")
+    return _table(question, evidence(opened, question, captured or None))
 
 
 def _table(question: Question, known: Evidence) -> Plan:

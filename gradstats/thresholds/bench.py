@@ -109,7 +109,8 @@ def _above(x: torch.Tensor, magnitude: torch.Tensor, threshold: float | torch.Te
 def _dgc(x: torch.Tensor, k: int) -> int:
     magnitude, n = x.abs(), x.numel()
     # of its own: the user's random state stays as it is
-    chosen = torch.randint(n, (max(1, n // 100),), generator=torch.Generator().manual_seed(n))
+    own = torch.Generator().manual_seed(n)
+    chosen = torch.randint(n, (max(1, n // 100),), generator=own, device="cpu")
     sample = magnitude[chosen]
     threshold = sample.topk(max(1, round(k / n * len(sample))), sorted=False).values.min()
     return _above(x, magnitude, threshold)

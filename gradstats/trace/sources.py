@@ -306,14 +306,17 @@ def open_source(source: object) -> Source:
         if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
         if folder and _is_folder_of_dumps(path):
-            return Dumps(dumps_of([path]), path.name)
+            return Dumps(dumps_of([path]), path.resolve().name)
         return TraceSource(open_trace(path))
     return opened(path)
 
 
 def _is_folder_of_dumps(path: Path) -> bool:
-    # of a folder with traces one has to be named
-    return not (is_trace(path) or any(map(is_trace, path.iterdir()))) and holds_dumps(path)
+    try:
+        # of a folder with traces one has to be named
+        return not (is_trace(path) or any(map(is_trace, path.iterdir()))) and holds_dumps(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
 def open_sources(path: str | Path) -> list[Source]:

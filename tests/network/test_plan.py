@@ -434,8 +434,19 @@ def test_a_plan_may_be_of_some_captured_steps(tmp_path):
     assert of_some["sidco-e"]["quality"] == pytest.approx(expected["mean"], rel=0.1)
     union = len(top(heavy[0], 200) | top(heavy[1], 200))
     assert of_some["topk"]["union"] == pytest.approx(union)
-    with pytest.raises(InputError, match="it holds steps 0, 1"):
-        plan(path, link(), COMPUTE, [2], [0.01], ["topk"], captured=[7])
+    for absent in ([7], [1, 7]):
+        with pytest.raises(InputError, match="steps 0, 1"):
+            plan(path, link(), COMPUTE, [2], [0.01], ["topk"], captured=absent)
+    with pytest.raises(InputError, match="captured must be a list or a tuple, not 1"):
+        plan(path, link(), COMPUTE, [2], [0.01], ["topk"], captured=1)
+
+
+def test_a_bare_rule_is_priced_as_it_was_measured():
+    network = measured_network()
+    values = np.random.default_rng(0).laplace(size=20_000)
+    found = by_name(plan(values, network, COMPUTE, [4], [0.01], ["threshold:dgc"]))
+    assert found["threshold:dgc"]["measured"]
+    assert found["threshold:dgc"]["select"] > 0
 
 
 def test_a_bare_rule_is_planned_beside_the_system_of_its_name():
@@ -486,6 +497,18 @@ def test_what_a_run_recorded_goes_before_a_replay(tmp_path):
     assert found["dgc"]["bytes"] < found["none"]["bytes"] / 4
     found = by_name(plan(path, link(), COMPUTE, [2], [0.01], ["sidco-e"], rates=[1e5]))
     assert found["sidco-e"]["quality"] == 1.7
+    # under both names of the rule, as it has no system; a system's name is its own
+    both = by_name(plan(path, link(), COMPUTE, [2], [0.01], ["threshold:sidco-e", "sidco-e"]))
+    assert both["threshold:sidco-e"]["quality"] == both["sidco-e"]["quality"] == 1.7
+    bare = tmp_path / "bare.zarr"
+    create_trace(bare, [Layer("w", 0, (1000,))], metadata=about | {"compressor": "threshold:dgc"})
+    writer = TraceWriter(bare, 0, compression=True)
+    values[3] = 1
+    writer.append(0, {"gradient": values}, selected=17, compression=said)
+    writer.close()
+    both = by_name(plan(bare, link(), COMPUTE, [2], [0.01], ["threshold:dgc", "dgc"]))
+    assert both["threshold:dgc"]["quality"] == 1.7
+    assert both["dgc"]["quality"] != 1.7
     # of the steps that are looked at
     later = by_name(plan(path, link(), COMPUTE, [2], [0.01], ["sidco-e"], captured=[1]))
     assert later["sidco-e"]["quality"] != 1.7
