@@ -158,7 +158,7 @@ def losses() -> Figure:
         ax.set(title=title, xlabel="ratio k/d", ylabel="percent above dense", xscale="log")
         ax.set_yscale("symlog", linthresh=2)
         ax.invert_xaxis()
-        ax.set_ylim(-5, 1e4)
+        ax.set_ylim(-5, 3e4)
     # one for all panels, below them: many lines lie near 0
     shown = {}
     for ax in axes[0]:
