@@ -381,7 +381,9 @@ class LocalSteps(Facts):
             saved, anchors = (
                 _checked(own, what, self._named) for what in ("parameters", "anchors")
             )
-            buffers = unpack_buffers(self._model, field(own, "buffers", bytes))
+            # of before they were saved: the model's own stay
+            data = field(own, "buffers", bytes) if "buffers" in own else None
+            buffers = None if data is None else unpack_buffers(self._model, data)
             fragments = field(own, "fragments", list)
             check_count_of("fragments", len(fragments), len(self._fragments))
             outer = unpack_optimizer(self._outer, field(own, "outer", bytes), "outer optimizer")
@@ -396,7 +398,8 @@ class LocalSteps(Facts):
             each()
         for name, parameter in self._named:
             local_values(parameter).copy_(saved[name])
-        buffers()
+        if buffers is not None:
+            buffers()
         self.step, self.exchanges, self.last = step, exchanges, None
         self._before = exchanges, None
 

@@ -14,6 +14,7 @@ from gradstats import open_trace
 from gradstats.compressors import ChunkTopK
 from gradstats.errors import InputError
 from gradstats.hooks import ErrorFeedback, LocalSteps
+from gradstats.hooks.contents import seal
 
 pytestmark = pytest.mark.distributed
 
@@ -409,6 +410,12 @@ def test_a_checkpoint_has_the_buffers_of_its_rank(one_rank, tmp_path):
     plain = LocalSteps(plain, torch.optim.SGD(plain.parameters(), 0.01), steps=2)
     with pytest.raises(InputError, match="other parameters than this model"):
         plain.load_state_dict(saved)
+    # of before buffers were saved: the model's own stay
+    older = {k: v for k, v in saved["rank0"].items() if k not in ("version", "contents", "buffers")}
+    other, _, again = made()
+    again.load_state_dict(seal(0, older))
+    assert other[1]._wrapped.num_batches_tracked == 0
+    assert torch.equal(other[0].weight, saved["rank0"]["parameters"]["0.weight"])
     net[2].register_buffer("more", torch.ones(1))
     with pytest.raises(InputError, match="other buffers than this model"):
         again.load_state_dict(local.state_dict())
