@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from gradstats.collectives.codec import PLAIN, SCALED, Codec
 from gradstats.collectives.header import HEADER_BYTES
 from gradstats.collectives.ragged import RaggedAllGather
-from gradstats.compressors import RULE
 
 __all__ = [
     "FLAG",
@@ -136,7 +135,8 @@ class Load:
     @property
     def selecting(self) -> Work:
         """Work of the compressor's own selection in the whole gradient."""
-        return Work(f"select:{self.name.removeprefix(RULE)}", self.numel)
+        # `threshold:NAME` selects as NAME does, under which it is measured; no other name has a colon
+        return Work(f"select:{self.name.rpartition(':')[2]}", self.numel)
 
 
 @dataclass(frozen=True, slots=True)

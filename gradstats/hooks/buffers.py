@@ -24,8 +24,8 @@ def pack_buffers(model: torch.nn.Module) -> bytes:
     """
     # bytes: some are made, or grow, in the first forward pass, which a template of a new model has not seen
     found = {}
-    for name, module, key in kept_buffers(model):
-        here = module._buffers[key]
+    for name, buffers, key in kept_buffers(model):
+        here = buffers[key]
         found[name] = None if here is None else local_part(here.detach()).clone()
     return pack_state(found)
 
@@ -51,13 +51,13 @@ def unpack_buffers(model: torch.nn.Module, data: bytes) -> Callable[[], None]:
         If the bytes are damaged, or of another model.
     """
     saved = unpack_state(data, "buffers")
-    places = {name: (module, key) for name, module, key in kept_buffers(model)}
+    places = {name: (buffers, key) for name, buffers, key in kept_buffers(model)}
     if saved.keys() != places.keys():
         raise InputError("the checkpoint has other buffers than this model")
     anywhere = next(model.parameters()).device
     for name, values in saved.items():
-        module, key = places[name]
-        here, shape = module._buffers[key], getattr(values, "shape", None)
+        buffers, key = places[name]
+        here, shape = buffers[key], getattr(values, "shape", None)
         if here is None or shape == local_part(here).shape:
             continue
         # what a first forward pass makes, or makes larger, is whole in the checkpoint
@@ -68,11 +68,11 @@ def unpack_buffers(model: torch.nn.Module, data: bytes) -> Callable[[], None]:
 
     def restore() -> None:
         for name, values in saved.items():
-            module, key = places[name]
-            here = module._buffers[key]
+            buffers, key = places[name]
+            here = buffers[key]
             if here is not None and local_part(here).shape == values.shape:
                 local_part(here.detach()).copy_(values)
             elif values is not None:
-                module._buffers[key] = values.to(anywhere if here is None else here.device)
+                buffers[key] = values.to(anywhere if here is None else here.device)
 
     return restore

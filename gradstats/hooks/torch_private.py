@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -315,8 +315,10 @@ def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._values()
 
 
-def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Yield the buffers that ``state_dict()`` keeps, also those that are None: name, module, and name there.
+def kept_buffers(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, MutableMapping[str, torch.Tensor | None], str]]:
+    """Yield the buffers that ``state_dict()`` keeps, also those that are None: name, those of its module, name there.
 
     Parameters
     ----------
@@ -327,7 +329,7 @@ def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module,
     for path, module in model.named_modules():
         for key in list(module._buffers.keys()):  # of a scripted module they are no dict
             if key not in module._non_persistent_buffers_set:
-                yield f"{path}.{key}" if path else key, module, key
+                yield f"{path}.{key}" if path else key, module._buffers, key
 
 
 def groups_of_rank() -> int:
