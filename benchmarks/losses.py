@@ -52,7 +52,7 @@ WARM_UP = 12
 FACTORS = {"sgd": (0.3333333, 1.0, 3.0), "adamw": (0.3333333, 1.0, 3.0), "muon": (3.0, 9.0, 27.0)}
 """Multiples of the atlas' learning rate that are tried, by optimizer: with Muon it is far too small."""
 BEYOND = 3.0
-"""How much more than the largest of them none trains at: it says whether the three end too early."""
+"""A further rate is so many times the largest of them; no setting trains at it, it says whether these end too early."""
 LAST = 0.25
 """Share of the steps, at the end, whose mean loss is judged, as in :class:`gradstats.Trial`."""
 DENSE = "dense"

@@ -90,7 +90,7 @@ def _begin_peak() -> int:
     What was freed goes back to the system first: malloc would reuse it, and the peak would not show the call.
     """
     global _resident  # of the process
-    # that takes milliseconds: only if the process has come to hold, or to lack, more than calls are judged by
+    # that takes milliseconds: only if the process holds a megabyte more, or less, than after the last time
     if abs(_now() - _resident) > LIMIT_BYTES / 100:
         ctypes.CDLL(None).malloc_trim(0)
         _resident = _now()

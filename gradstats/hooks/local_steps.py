@@ -224,7 +224,7 @@ class LocalSteps(Facts):
         warn_of_idle(exclude, [n for n, _ in model.named_parameters()])
         self._fragments: list[Fragment] = []
         for i, named in enumerate(parts):
-            elsewhere = {*idle(exclude, [n for n, _ in named])}
+            elsewhere = idle(exclude, [n for n, _ in named])
             # the first fragment has the user's own objects, to look at; copies for the others, as state must not mix
             build = partial(
                 CompressionState,
@@ -379,11 +379,8 @@ class LocalSteps(Facts):
             check_count_of("local steps", own.get("steps"), self.steps)
             step, exchanges = field(own, "step", int), field(own, "exchanges", int)
             saved, anchors = (
-                _checked(own, what, self._named) for what in ("parameters", "anchors")
+                self._check_parameters(own, what) for what in ("parameters", "anchors")
             )
-            # of before they were saved: the model's own stay
-            data = field(own, "buffers", bytes) if "buffers" in own else None
-            buffers = None if data is None else unpack_buffers(self._model, data)
             fragments = field(own, "fragments", list)
             check_count_of("fragments", len(fragments), len(self._fragments))
             outer = unpack_optimizer(self._outer, field(own, "outer", bytes), "outer optimizer")
@@ -392,16 +389,27 @@ class LocalSteps(Facts):
             restore = [
                 f.prepare(each, anchors) for f, each in zip(self._fragments, fragments, strict=True)
             ]
+            if "buffers" in own:  # else of before they were saved: the model's own stay
+                restore.append(unpack_buffers(self._model, field(own, "buffers", bytes)))
             # the last that can be refused; what follows copies what was checked
             load_all([*self._optimizers.each, self._outer], states)
         for each in restore:
             each()
         for name, parameter in self._named:
             local_values(parameter).copy_(saved[name])
-        if buffers is not None:
-            buffers()
         self.step, self.exchanges, self.last = step, exchanges, None
         self._before = exchanges, None
+
+    def _check_parameters(self, own: Mapping[str, Any], what: str) -> Mapping[str, torch.Tensor]:
+        """Return values of the parameters in a checkpoint, if they are those of this model."""
+        saved = field(own, what, Mapping)  # type: ignore[type-abstract]
+        if list(saved) != [n for n, _ in self._named]:
+            raise InputError(f"the checkpoint has other {what} than this model")
+        for name, parameter in self._named:
+            check_values(
+                f"{name} of {what}", saved[name], local_values(parameter).shape, parameter.dtype
+            )
+        return saved
 
     def discard(self) -> None:
         """Take the last exchange of every fragment back: memories, estimators and counters are as before it.
@@ -522,16 +530,6 @@ class LocalSteps(Facts):
     def _count(self) -> None:
         self.step += 1
         self._count_exchange()
-
-
-def _checked(own: Mapping[str, Any], what: str, named: Named) -> Mapping[str, torch.Tensor]:
-    """Return values of the parameters in a checkpoint, if they are those of this model."""
-    saved = field(own, what, Mapping)  # type: ignore[type-abstract]
-    if list(saved) != [n for n, _ in named]:
-        raise InputError(f"the checkpoint has other {what} than this model")
-    for name, values in named:
-        check_values(f"{name} of {what}", saved[name], local_values(values).shape, values.dtype)
-    return saved
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -169,10 +169,9 @@ def _qualities(
         runs = [(ran, ratio)] if bare in whole else [(bare, ratio), (RULE + bare, ratio)]
         runs = [run for run in runs if run in found]
         # preferred to a replay, which only sees the captured steps
-        recorded = [
-            r["quality"] for r in compression(source.trace)
-            if runs and (captured is None or r["step"] in captured)
-        ]  # fmt: skip
+        # read only where it counts
+        every = compression(source.trace) if runs else []
+        recorded = [r["quality"] for r in every if captured is None or r["step"] in captured]
         # a step that the run refused has no target, and NaN
         if known := [q for q in recorded if math.isfinite(q)]:
             found |= dict.fromkeys(runs, float(np.mean(known)))
