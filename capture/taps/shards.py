@@ -18,8 +18,8 @@ from capture.taps.plain import TAKEN, PlainTap
 from capture.taps.watch import BackwardWatch
 from gradstats.errors import InputError
 from gradstats.hooks import CompressionState, ShardHook
+from gradstats.hooks.fsdp_private import all_reduce_hook, other_micro_steps, reduce_scatter
 from gradstats.hooks.gradient import Pair
-from gradstats.hooks.torch_private import all_reduce_hook, other_micro_steps, reduce_scatter
 from gradstats.hooks.units import Unit, local_part, shard_of, shard_ranks, units
 from gradstats.trace import Kind
 from gradstats.trace.format import WHOLE
@@ -70,7 +70,7 @@ class Sharding:
     ) -> None:
         self.units, parameters = units(layout.model), layout.parameters
         # FSDP2's own: what tensor parallelism shards is not among them
-        known = {id(p.sharded_param) for unit in self.units for p in unit.parameters}
+        known = {id(p) for unit in self.units for p in unit.parameters}
         sharded = [p for p in parameters if local_part(p) is not p]
         if not sharded or any(id(p) not in known for p in sharded):
             raise InputError(
@@ -314,7 +314,7 @@ class ShardTap(PlainTap):
             # FSDP2 has divided what is in the buffer already; dividing by scale / divided puts that right, too
             divided = unit.factors[0]
             for parameter, gradient in unit.unreduced(buffer):
-                place = self._layout.slots.get(id(parameter.sharded_param))
+                place = self._layout.slots.get(id(parameter))
                 if place is None:
                     continue
                 # a vector of its own, to which earlier micro-steps are added
@@ -322,7 +322,7 @@ class ShardTap(PlainTap):
                 recorder.copies.copy(gradient, values, recorder.scale / divided, wait=True)
                 # they are in FSDP2's partial sum where it does not average over replicas yet, else in .grad
                 waits = other_micro_steps(unit.group) is not None
-                if waits or parameter.sharded_param.grad is not None:
+                if waits or parameter.grad is not None:
                     values += local[place]
                 local[place] = values
         # the buffer lacks a parameter: the capture ends, the training goes on

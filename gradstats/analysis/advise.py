@@ -1,5 +1,7 @@
 """Which compression to try: what it cost in measured trainings whose gradients are most like these."""
 
+# Size: a third of its lines are docstrings; what is measured, compared, chosen and said is one advice.
+
 from __future__ import annotations
 
 import json
@@ -15,13 +17,14 @@ import numpy as np
 from gradstats.analysis.agreement import agreement
 from gradstats.analysis.closest import evenly
 from gradstats.analysis.info import info_records
-from gradstats.analysis.over import Gradients, shares, subset_of
+from gradstats.analysis.over import SpreadGradients, shares, subset_of
+from gradstats.analysis.pieces import Key, sketches_of
 from gradstats.analysis.verdicts import Verdict, setting_of, what_to_try
 from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, lossless_ratio, sparse_already
 from gradstats.analysis.verdicts.verdict import signed_percent
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_number, target_count
-from gradstats.primitives.sketch import Magnitudes, sketch
+from gradstats.primitives.sketch import Magnitudes
 from gradstats.tables import Record, Records, Shown
 from gradstats.trace import Kind
 from gradstats.trace.sources import Source, TraceSource, open_source
@@ -148,7 +151,7 @@ class Advice(Shown):
         return str(self.verdict)
 
 
-@shares(Gradients)
+@shares(SpreadGradients)
 def advise(
     source: object,
     plans: Sequence[Record] = (),
@@ -156,7 +159,7 @@ def advise(
     optimizer: str | None = None,
     tolerance: float = TOLERANCE,
     without: Sequence[str] = (),
-    **over: Unpack[Gradients],
+    **over: Unpack[SpreadGradients],
 ) -> Advice:
     """Recommend a compressor, a ratio, a memory and a number format to try, with reasons.
 
@@ -173,8 +176,8 @@ def advise(
         Relative difference of the loss to dense training that is acceptable.
     without : sequence of str, optional
         Measured trainings that the advice is to be made without.
-    **over : Unpack[Gradients]
-        Gradients to look at, as in :class:`gradstats.analysis.over.Gradients`.
+    **over : Unpack[SpreadGradients]
+        Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
     Returns
     -------
@@ -309,15 +312,17 @@ def family_of(optimizer: str | None) -> str | None:
     return next(fits, None)
 
 
-def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, dict[str, float]]:
+def properties_of(
+    source: Source, over: SpreadGradients | None = None
+) -> tuple[Kind, dict[str, float]]:
     """Return what trainings are compared by, the median over some steps of the first rank.
 
     Parameters
     ----------
     source : Source
         Gradients.
-    over : Gradients, optional
-        Shared options, which gradients to look at.
+    over : SpreadGradients, optional
+        Shared options: which gradients to look at, and the cluster that does it.
 
     Returns
     -------
@@ -328,7 +333,8 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         whole gradients are known, NaN if they are the same; and nonzero, the share of elements that are not zero at
         the step that has most.
     """
-    keys = subset_of(over or {}).keys(source)
+    over = over or {}
+    keys, client = subset_of(over).keys(source), over.get("client")
     kinds = [key[1] for key in keys]
     if not source.numel:
         raise InputError(f"{source.name} has no elements to give advice from")
@@ -347,8 +353,10 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
         _check_finite(source, r.get("nonfinite", 0), r["rank"], r["step"])
     first = next(iter(steps_of))
     found: dict[str, list[float]] = {}
-    for step in evenly(sorted(steps_of[first]), _MOST_STEPS):
-        sketched = sketch(source.read(first, kind, step).values)
+    shown: list[Key] = [
+        (first, kind, step) for step in evenly(sorted(steps_of[first]), _MOST_STEPS)
+    ]
+    for (*_, step), sketched in sketches_of(source, shown, client).items():
         _check_finite(source, sketched.moments.nonfinite, first, step)
         magnitudes = sketched.magnitudes
         for ratio, share in energy_shares(magnitudes, source.numel, _ENERGY).items():
@@ -361,7 +369,7 @@ def properties_of(source: Source, over: Gradients | None = None) -> tuple[Kind, 
     common = sorted(set.intersection(*map(set, steps_of.values())))
     if len(steps_of) > 1 and common and not source.sketched(first, kind):
         # the last record is that of all steps and the whole gradient
-        compared = agreement(source, kinds=[kind], steps=evenly(common, _MOST_STEPS))
+        compared = agreement(source, kinds=[kind], steps=evenly(common, _MOST_STEPS), client=client)
         # not known where a rank's gradient is of zeros at every step
         if not math.isnan(cosine := compared[-1]["cosine"]):
             # ranks that hold the same gradient, as after averaging, do not tell how workers differ

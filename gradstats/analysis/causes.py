@@ -4,6 +4,8 @@ Every linear explanation (a factor, a mean over ranks, the last step's gradient,
 vectors, and follows from their products. The rest follows from counts.
 """
 
+# Size: each way in which two runs differ has a function, in the order in which one hides the next.
+
 from __future__ import annotations
 
 import math

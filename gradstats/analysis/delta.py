@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gradstats.analysis.pieces import Submit, evaluate
 from gradstats.analysis.verdicts import what_changed
-from gradstats.console import followed, no_progress
+from gradstats.console import no_progress
 from gradstats.errors import InputError, TraceError, unknown
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import check_number
@@ -72,6 +73,7 @@ def delta(
     rank: int | None = None,
     layers: Sequence[str] | None = None,
     per_layer: bool = False,
+    client: Any = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> Delta:
     """Compare checkpoints: which weights changed, what sending the changes costs, and what an update's law predicts.
@@ -101,6 +103,8 @@ def delta(
         Patterns of names, as in :mod:`fnmatch`: look at these weights by themselves, too.
     per_layer : bool, optional
         Look at every layer by itself, too.
+    client : distributed.Client, optional
+        Cluster that does the work.
     on_progress : callable, optional
         Called after every layer.
 
@@ -158,39 +162,30 @@ def delta(
     common, remarks = _common(checkpoints)
     named = chosen([layer.name for layer in common], layers, per_layer, checkpoints[0].name)
     # before any layer is compared: all are compared in one type
-    compared = dtype or _shortest(checkpoints, common)
+    compared = dtype or _shortest(checkpoints, common, client)
     hidden: set[str] = set()
     totals: dict[tuple[int, str], _Change] = {}
-    for layer in followed(common, "layers"):
-        # one layer of every checkpoint, so that all pairs come from one read
-        values = [c.values(layer) for c in checkpoints]
-        short = [rate is None and _is_short(each) for each in values]
-        for i, before in enumerate(values):
-            for lag, after in enumerate(values[i + 1 :], 1):
-                # in float64, where the difference of two float32 cannot overflow
-                update = _finite(after) - _finite(before)
-                change = _compare(layer, before, after, update, compared)
-                law, share = "", math.nan
-                # a rate is that of one interval between checkpoints, not of several
-                if rate is None or lag == 1:
-                    known = not (short[i] or short[i + lag])
-                    law, share = _predict(update, before, compared, rate, master, known=known)
-                    if not law:
-                        hidden.add(layer.name)
-                # counted by elements, so that a record's law is that of most of its weights
-                change.laws[law], change.predicted = layer.numel, share * layer.numel
-                for name in ("all", layer.name) if layer.name in named else ("all",):
-                    totals.setdefault((lag, name), _Change()).add(change)
+
+    def plan(submit: Submit, layer: Layer) -> Any:
+        return submit(_pairs, checkpoints, layer, compared, rate, master)
+
+    for layer, pairs in zip(common, evaluate(plan, common, client, "layers"), strict=True):
+        for lag, change in pairs:
+            # a rate is that of one interval between checkpoints, not of several
+            if change.laws[""] and (rate is None or lag == 1):
+                hidden.add(layer.name)
+            for name in ("all", layer.name) if layer.name in named else ("all",):
+                totals.setdefault((lag, name), _Change()).add(change)
         on_progress()
     if hidden:
         remarks.append(
             f"predicted: not known, as weights in 16 bits hide the update of {some(hidden)}; give its mean magnitude "
             "as rate (--rate)"
         )
-    pairs = {lag: len(checkpoints) - lag for lag, _ in totals}
+    counts = {lag: len(checkpoints) - lag for lag, _ in totals}
     order = {"all": -1} | {name: i for i, name in enumerate(named)}
     keys = sorted(totals, key=lambda key: (key[0], order[key[1]]))
-    found = Delta(_record(key, totals[key], pairs[key[0]], compared) for key in keys)
+    found = Delta(_record(key, totals[key], counts[key[0]], compared) for key in keys)
     found.names, found.remarks = [c.name for c in checkpoints], remarks
     return found
 
@@ -275,17 +270,32 @@ def _common(checkpoints: Sequence[_Checkpoint]) -> tuple[list[Layer], list[str]]
     return common, list(dict.fromkeys(remarks))
 
 
-def _shortest(checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer]) -> WeightType:
+def _shortest(
+    checkpoints: Sequence[_Checkpoint], layers: Sequence[Layer], client: Any
+) -> WeightType:
     """Return the shortest type of which all weights are numbers."""
+
+    def plan(submit: Submit, layer: Layer) -> Any:
+        return submit(_types, checkpoints, layer)
+
     # bfloat16 first: numbers that are of both types, such as zeros, are called that
     left: list[WeightType] = ["bf16", "fp16"]
-    for layer in layers:
-        for checkpoint in checkpoints:
-            values = checkpoint.values(layer)
-            left = [name for name in left if _fits(values, name)]
-            if not left:
-                return "fp32"
+    for types in evaluate(plan, layers, client, "layers"):
+        left = [name for name in left if name in types]
+        if not left:
+            return "fp32"
     return left[0]
+
+
+def _types(checkpoints: Sequence[_Checkpoint], layer: Layer) -> list[str]:
+    """Return the types of 16 bits of which one layer's weights are numbers in every checkpoint."""
+    left = ["bf16", "fp16"]
+    for checkpoint in checkpoints:
+        values = checkpoint.values(layer)
+        left = [name for name in left if _fits(values, name)]
+        if not left:
+            break
+    return left
 
 
 def _is_short(values: Vector) -> bool:
@@ -325,6 +335,34 @@ class _Change:
                 getattr(self, name).update(more)  # a sum would leave out what is 0
             else:
                 setattr(self, name, getattr(self, name) + more)
+
+
+def _pairs(
+    checkpoints: Sequence[_Checkpoint],
+    layer: Layer,
+    dtype: WeightType,
+    rate: float | None,
+    master: bool,
+) -> list[tuple[int, _Change]]:
+    """Compare one layer of every two checkpoints; return each pair's lag, and what changed."""
+    # all pairs come from one read
+    values = [c.values(layer) for c in checkpoints]
+    short = [rate is None and _is_short(each) for each in values]
+    changes = []
+    for i, before in enumerate(values):
+        for lag, after in enumerate(values[i + 1 :], 1):
+            # in float64, where the difference of two float32 cannot overflow
+            update = _finite(after) - _finite(before)
+            change = _compare(layer, before, after, update, dtype)
+            law, share = "", math.nan
+            # a rate is that of one interval between checkpoints, not of several
+            if rate is None or lag == 1:
+                known = not (short[i] or short[i + lag])
+                law, share = _predict(update, before, dtype, rate, master, known=known)
+            # counted by elements, so that a record's law is that of most of its weights
+            change.laws[law], change.predicted = layer.numel, share * layer.numel
+            changes.append((lag, change))
+    return changes
 
 
 def _compare(

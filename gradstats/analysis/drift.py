@@ -1,5 +1,7 @@
 """Drift over training: every quantity by step, rank, kind and layer, and the records of ``gradstats drift``."""
 
+# Size: five lines beyond 500, of which 127 are docstrings.
+
 from __future__ import annotations
 
 import math

@@ -11,6 +11,7 @@ from gradstats.cli.options import (
     FormatOption,
     OutputOption,
     RttOption,
+    SchedulerOption,
     SourceArgument,
     StepOption,
 )
@@ -61,6 +62,7 @@ def advise(  # numpydoc ignore=PR01
         typer.Option(help="Leave out a measured training (repeatable).", metavar="TRAINING"),
     ] = None,
     step: StepOption = None,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -71,6 +73,7 @@ def advise(  # numpydoc ignore=PR01
     """
     from gradstats import network as networks
     from gradstats.analysis.advise import SENT, advise
+    from gradstats.analysis.pieces import connect
     from gradstats.primitives.ratio import RATIOS
 
     opened = only_source(source)
@@ -88,9 +91,16 @@ def advise(  # numpydoc ignore=PR01
             note(assumed_link(cluster))
     elif rtt is not None or compute is not None:
         raise InputError("--rtt and --compute are of a link: give --link, or --network")
-    found = advise(
-        opened, plans, optimizer=optimizer, tolerance=tolerance, without=without or (), steps=step
-    )
+    with connect(scheduler) as client:
+        found = advise(
+            opened,
+            plans,
+            optimizer=optimizer,
+            tolerance=tolerance,
+            without=without or (),
+            steps=step,
+            client=client,
+        )
     columns = ["rule", "ratio", "memory", "format", "low", "high", "runs", "bytes", "reason"]
     if plans:
         columns.insert(-1, "speedup")

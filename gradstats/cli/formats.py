@@ -244,6 +244,7 @@ def delta(  # numpydoc ignore=PR01
     layer: LayerOption = None,
     per_layer: PerLayerOption = False,
     everything: EverythingOption = False,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -255,10 +256,11 @@ def delta(  # numpydoc ignore=PR01
     numbers, and of the XOR under DEFLATE.
     """
     from gradstats.analysis.delta import delta
+    from gradstats.analysis.pieces import connect
     from gradstats.console import progress_bar
 
     known = cast("WeightType | None", dtype)  # --dtype has checked it
-    with progress_bar() as bar:
+    with connect(scheduler) as client, progress_bar() as bar:
         task = bar.add_task("comparing", total=None)
         found = delta(
             *checkpoints,
@@ -269,6 +271,7 @@ def delta(  # numpydoc ignore=PR01
             rank=rank,
             layers=layer,
             per_layer=per_layer,
+            client=client,
             on_progress=lambda: bar.advance(task),
         )
     records: Records = found

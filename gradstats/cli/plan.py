@@ -22,6 +22,7 @@ from gradstats.cli.options import (
     OutputOption,
     RatioOption,
     RttOption,
+    SchedulerOption,
     SourceArgument,
     StepOption,
     ValuesOption,
@@ -136,6 +137,7 @@ def plan(  # numpydoc ignore=PR01
         ),
     ] = None,
     step: StepOption = None,
+    scheduler: SchedulerOption = None,
     format: FormatOption = "table",
     output: OutputOption = None,
 ) -> None:
@@ -148,6 +150,7 @@ def plan(  # numpydoc ignore=PR01
     and 99 % of it take, with pseudo-gradients in place of gradients.
     """
     from gradstats import network
+    from gradstats.analysis.pieces import connect
     from gradstats.analysis.verdicts.plans import ALIKE
     from gradstats.collectives.codec import PLAIN, Codec
     from gradstats.console import progress_bar
@@ -163,7 +166,7 @@ def plan(  # numpydoc ignore=PR01
         rates = [(parse_rate(up), parse_rate(down))]
     # as typed: their options have checked them
     codec = Codec(cast("Any", indices), cast("Any", values))
-    with progress_bar() as bar:
+    with connect(scheduler) as client, progress_bar() as bar:
         bar.add_task("plan", total=None)
         cluster = cluster_of(
             measured_network, link, rtt, opened.numel, ratio, compressor or (), codec != PLAIN
@@ -179,6 +182,7 @@ def plan(  # numpydoc ignore=PR01
             codec=codec,
             baseline=cast("Any", baseline),
             captured=step or None,
+            client=client,
         )
     if figure is not None:
         _draw(records, points, figure)

@@ -1,5 +1,7 @@
 """Commands about a gradient's distribution: ``fit``, ``compressibility``, ``pot`` and ``drift``."""
 
+# Size: a third of its lines are options, of five commands that have most of them in common.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

@@ -22,6 +22,7 @@ from gradstats.thresholds import DGC
 __all__ = ["LAGS"]
 
 
+# Size: options of the paper's algorithm, and what it measures of a training.
 class LAGS(Layerwise):
     """Top-k layer by layer in the order of backpropagation, with ratios that hide the messages behind it.
 

@@ -61,6 +61,7 @@ class _Message:
     flag: int = 0
 
 
+# Size: one exchange's life for all layers: chosen, sent and decoded in turns, with what is under way.
 class Layerwise(Compressor):
     """Selection in every layer by itself, sent as soon as the layer's gradient is ready.
 

@@ -4,6 +4,8 @@ A sign has two values and zero has none of them. So sgn(0) is a fair coin that e
 majority is a fair coin that all ranks throw alike. All coins come from the compressor's own generators.
 """
 
+# Size: half of its lines are docstrings; a sign's bit is drawn, packed, sent and added by the same rules.
+
 from __future__ import annotations
 
 import math

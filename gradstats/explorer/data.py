@@ -1,5 +1,7 @@
 """What the explorer shows of a training: every gradient and layer in some hundred bytes, and how it is packed."""
 
+# Size: what the page's JSON holds is gathered and packed in one file, which its JavaScript is read beside.
+
 from __future__ import annotations
 
 import base64

@@ -24,6 +24,7 @@ from gradstats.compressors import Compressor, Selector
 from gradstats.errors import InputError, NonFiniteGradientError, first_line
 from gradstats.hooks.contents import check_count_of, field, refusing, seal, unseal
 from gradstats.hooks.diagnostics import Diagnosis
+from gradstats.hooks.fsdp_private import is_micro_step
 from gradstats.hooks.gradient import Pair
 from gradstats.hooks.guard import NonFinite, as_flag, count_bad
 from gradstats.hooks.memory import Memory
@@ -126,11 +127,11 @@ class _Exchange:
         self, unit: Unit, within: dist.ProcessGroup, state: Callable[..., CompressionState]
     ) -> None:
         self.unit = unit
-        self.shards = [stand_in(p.sharded_param) for p in unit.parameters]
-        names = [unit.names[id(p.sharded_param)] for p in unit.parameters]
+        self.shards = [stand_in(p) for p in unit.parameters]
+        names = [unit.names[id(p)] for p in unit.parameters]
         self.state = state(named_parameters=zip(names, self.shards, strict=True))
         # optimizers step these, and not the stand-ins
-        self.state.follow(p.sharded_param for p in unit.parameters)
+        self.state.follow(unit.parameters)
         self.waiting: torch.Tensor | None = None
         self._micro = 0
         self._within = within
@@ -143,12 +144,12 @@ class _Exchange:
     def __call__(self, observers: Sequence[Observer], output: torch.Tensor) -> bool:
         """Take what FSDP2 has reduced; tell whether it was exchanged."""
         pairs = list(zip(self.shards, self.unit.reduced(output), strict=True))
-        parameters = [p.sharded_param for p in self.unit.parameters]
+        parameters = self.unit.parameters
         # a micro-step leaves zeros: they were set to None since, and the accumulation was broken off
         if self._micro and all(p.grad is None for p in parameters):
             self.forget()
         self._micro += 1
-        if not self.unit.group.all_reduce_grads:  # set_requires_all_reduce(False): a micro-step
+        if is_micro_step(self.unit.group):
             self.waiting = output.clone() if self.waiting is None else self.waiting.add_(output)
             # FSDP2 adds what the hook leaves to .grad: nothing before the last micro-step
             output.zero_()

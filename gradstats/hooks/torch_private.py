@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,12 @@ __all__ = [
     "GradBucket",
     "Unwrapped",
     "after_backward",
-    "all_reduce_hook",
     "backward_pass",
     "before_finalizing",
     "before_thread_pools_end",
     "calling_scaler",
     "comm_hooks",
     "copy_all",
-    "divide_factors",
     "fail_when_asked",
     "groups_of_rank",
     "has_step_hooks",
@@ -45,13 +43,7 @@ __all__ = [
     "is_part",
     "kept_buffers",
     "nested_backward",
-    "original_size",
-    "other_micro_steps",
-    "parameter_groups",
     "parts_of",
-    "reduce_scatter",
-    "shard_group",
-    "shard_place",
     "store_of",
     "tree_map",
     "unwrap",
@@ -365,117 +357,6 @@ def before_thread_pools_end(call: Callable[[], None]) -> None:
         If the interpreter exits already.
     """
     getattr(threading, "_register_atexit", atexit.register)(call)
-
-
-def parameter_groups(module: Any) -> list[Any]:
-    """Return what FSDP2 keeps of a unit: an ``FSDPParamGroup`` for each mesh that its parameters lie on.
-
-    Parameters
-    ----------
-    module : torch.distributed.fsdp.FSDPModule
-        Module that ``fully_shard`` was called on.
-    """
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # until PyTorch 2.11
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return list(groups)
-
-
-def divide_factors(group: Any, replicated: bool) -> tuple[float, float]:
-    """Return what FSDP2 divides gradients by before the reduce-scatter, and after the all-reduce hook.
-
-    Parameters
-    ----------
-    group : FSDPParamGroup
-        One of :func:`parameter_groups`.
-    replicated : bool
-        Whether FSDP2 itself averages over replicas.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-
-    # called as FSDP2's foreach_reduce() calls it: for float16 it divides by about √n on either side of the sum
-    before, after, *_ = _get_gradient_divide_factors(
-        group._reduce_scatter_process_group,
-        group._all_reduce_process_group if replicated else None,
-        group._reduce_dtype or group._orig_dtype,
-        group.device.type,
-        group.gradient_divide_factor,
-        group.force_sum_reduction_for_comms,
-    )
-    # None: the backend divides within its reduction, and nothing else does
-    return float(before or 1), float(after or 1)
-
-
-def shard_group(group: Any) -> dist.ProcessGroup:
-    """Return the ranks over which a unit's parameters are sharded.
-
-    Parameters
-    ----------
-    group : FSDPParamGroup
-        One of :func:`parameter_groups`.
-    """
-    return cast("dist.ProcessGroup", group._reduce_scatter_process_group)
-
-
-def all_reduce_hook(group: Any) -> Callable[..., Any] | None:
-    """Return what ``set_all_reduce_hook`` registered on a unit.
-
-    Parameters
-    ----------
-    group : FSDPParamGroup
-        One of :func:`parameter_groups`.
-    """
-    return cast("Callable[..., Any] | None", group._all_reduce_hook)
-
-
-def reduce_scatter(group: Any) -> Any:
-    """Return what ``set_custom_reduce_scatter`` registered on a unit, or what FSDP2 uses by itself.
-
-    Parameters
-    ----------
-    group : FSDPParamGroup
-        One of :func:`parameter_groups`.
-    """
-    return group._reduce_scatter_comm
-
-
-def other_micro_steps(group: Any) -> torch.Tensor | None:
-    """Return what FSDP2 keeps of earlier micro-steps while it does not average over replicas.
-
-    Parameters
-    ----------
-    group : FSDPParamGroup
-        One of :func:`parameter_groups`.
-    """
-    return cast("torch.Tensor | None", group._partial_reduce_output)
-
-
-def original_size(parameter: Any) -> torch.Size:
-    """Return the shape of a whole parameter.
-
-    Parameters
-    ----------
-    parameter : FSDPParam
-        FSDP2's notes on it.
-    """
-    return cast("torch.Size", parameter._orig_size)
-
-
-def shard_place(parameter: Any) -> tuple[list[int], list[int]]:
-    """Return the shape of this rank's shard of a parameter, and where in the whole it begins.
-
-    Parameters
-    ----------
-    parameter : torch.distributed.tensor.DTensor
-        Sharded parameter.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return list(shape), list(offset)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,13 @@ import torch.distributed as dist
 
 from gradstats.collectives.plain import all_gather_flags
 from gradstats.errors import InputError
-from gradstats.hooks.torch_private import (
+from gradstats.hooks.fsdp_private import (
+    InBuffer,
+    averages_replicas,
     divide_factors,
-    original_size,
+    number_of_shards,
     parameter_groups,
+    parameters_in_buffer,
     shard_group,
     shard_place,
 )
@@ -58,24 +60,24 @@ class Unit:
     names: dict[int, str]
 
     @property
-    def parameters(self) -> list[Any]:
-        """The parameters that have gradients, as FSDP2 notes them, in the order of its buffers."""
-        return [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
+    def parameters(self) -> list[torch.Tensor]:
+        """The sharded parameters that are trained, in the order of FSDP2's buffers."""
+        return [each.parameter for each in parameters_in_buffer(self.group)]
 
     @property
     def shards(self) -> int:
         """Number of ranks over which the parameters are sharded."""
-        return int(getattr(self.group.mesh_info, "shard_mesh_size", 1))
+        return number_of_shards(self.group)
 
     @property
     def replicated(self) -> bool:
         """Whether FSDP2 itself averages over replicas."""
-        return hasattr(self.group.mesh_info, "replicate_process_group")
+        return averages_replicas(self.group)
 
     @property
     def factors(self) -> tuple[float, float]:
         """What FSDP2 divides gradients by before the reduce-scatter, and after the hook."""
-        return divide_factors(self.group, self.replicated)
+        return divide_factors(self.group)
 
     def reduced(self, output: torch.Tensor) -> list[torch.Tensor]:
         """Return views of this rank's shards in the result of a reduce-scatter, without the padding.
@@ -96,12 +98,14 @@ class Unit:
             If the buffer lacks a parameter.
         """
         # FSDP2 pads shards to one size, and packs them one behind the other
-        views, sizes = [], self._padded(output.numel())
-        for p, part in zip(self.parameters, torch.split(output, sizes), strict=True):
-            views.append(part[: math.prod(p.sharded_size)].view(p.sharded_size))
-        return views
+        places = self._places(output.numel())
+        parts = torch.split(output, [each.padded for each in places])
+        return [
+            part[: each.shard.numel()].view(each.shard)
+            for each, part in zip(places, parts, strict=True)
+        ]
 
-    def unreduced(self, buffer: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+    def unreduced(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the whole gradients in what a rank is about to reduce.
 
         Parameters
@@ -111,8 +115,8 @@ class Unit:
 
         Yields
         ------
-        parameter : FSDPParam
-            FSDP2's notes on a parameter.
+        parameter : torch.Tensor
+            One of :attr:`parameters`.
         gradient : torch.Tensor
             This rank's gradient of it, divided by the first of :attr:`factors`.
 
@@ -122,23 +126,24 @@ class Unit:
             If the buffer lacks a parameter.
         """
         rows = buffer.view(self.shards, -1)
-        sizes = self._padded(rows.shape[1])
-        for p, part in zip(self.parameters, torch.split(rows, sizes, dim=1), strict=True):
-            size, dim = original_size(p), p.fsdp_placement.dim
-            if dim == 0:  # ranks have as many rows each, and padding is at the end
-                yield p, part.reshape(-1)[: size.numel()].view(size)
+        places = self._places(rows.shape[1])
+        parts = torch.split(rows, [each.padded for each in places], dim=1)
+        for each, part in zip(places, parts, strict=True):
+            if each.dim == 0:  # ranks have as many rows each, and padding is at the end
+                whole = part.reshape(-1)[: each.size.numel()].view(each.size)
             else:
                 # of other dimensions FSDP2 shards only what divides evenly: no padding
-                yield p, torch.cat([row.view(p.sharded_size) for row in part], dim=dim)
+                whole = torch.cat([row.view(each.shard) for row in part], dim=each.dim)
+            yield each.parameter, whole
 
-    def _padded(self, numel: int) -> list[int]:
-        sizes = [math.prod(p.padded_sharded_param_size) for p in self.parameters]
-        if sum(sizes) != numel:
+    def _places(self, numel: int) -> list[InBuffer]:
+        places = parameters_in_buffer(self.group)
+        if sum(each.padded for each in places) != numel:
             raise InputError(
                 f"unit {self.name}: some parameter got no gradient; call "
                 "model.set_reduce_scatter_unused_params(True), which gives it zeros"
             )
-        return sizes
+        return places
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -197,7 +202,7 @@ def units(model: torch.nn.Module) -> list[Unit]:
             # modules that were sharded together share one group
             found.setdefault(id(group), Unit(name or "root", module, group, names))
     for unit in found.values():
-        if any(id(p.sharded_param) not in names for p in unit.parameters):
+        if any(id(p) not in names for p in unit.parameters):
             raise InputError(
                 f"the parameters of unit {unit.name} are gathered: do this before the first forward pass, or call the "
                 "unit's reshard()"
@@ -248,7 +253,7 @@ def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.Pr
     group = shard_group(found[0].group)
     # place and number of shards in one 32-bit flag
     own = dist.get_rank(group) << 16 | dist.get_world_size(group)
-    if len(set(all_gather_flags(own, replicas, found[0].group.device))) > 1:
+    if len(set(all_gather_flags(own, replicas, found[0].parameters[0].device))) > 1:
         raise InputError(
             "the ranks to exchange with hold other shards than this one: give those that hold the same, such as "
             'mesh["replicate"]'

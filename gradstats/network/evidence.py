@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,12 @@ class Evidence:
         return self.unions[ratio](world) if ratio in self.unions else math.nan
 
 
-def evidence(source: Source, question: Question, captured: Sequence[int] | None = None) -> Evidence:
+def evidence(
+    source: Source,
+    question: Question,
+    captured: Sequence[int] | None = None,
+    client: Any = None,
+) -> Evidence:
     """Return what a source says of the compressors that a question asks for.
 
     Parameters
@@ -112,6 +118,8 @@ def evidence(source: Source, question: Question, captured: Sequence[int] | None 
         Question of a plan.
     captured : sequence of int, optional
         Captured steps that count; all if None.
+    client : distributed.Client, optional
+        Cluster that runs the threshold rules.
     """
     if captured is not None:
         # refuses those that there are not
@@ -121,7 +129,7 @@ def evidence(source: Source, question: Question, captured: Sequence[int] | None 
         LayerTime(layer.name, layer.numel, question.backward * layer.numel / source.numel)
         for layer in reversed(source.layers)
     ]
-    qualities = _qualities(source, question, captured)
+    qualities = _qualities(source, question, captured, client)
     return Evidence(source.layers, times, qualities, _unions(source, question.ratios, captured))
 
 
@@ -133,7 +141,7 @@ def _kind(source: Source) -> Kind:
 
 
 def _qualities(
-    source: Source, question: Question, captured: Sequence[int] | None
+    source: Source, question: Question, captured: Sequence[int] | None, client: Any
 ) -> dict[Choice, float]:
     """Return k̂/k by threshold rule and ratio: recorded by the run that made the trace, else replayed."""
     # Where all ranks share one selection, one rank's gradient does not say how many elements it has.
@@ -157,6 +165,7 @@ def _qualities(
                 options=options,
                 kinds=[_kind(source)],
                 steps=captured,
+                client=client,
             )
             found |= {(rules[r["estimator"]], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):

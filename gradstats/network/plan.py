@@ -61,6 +61,7 @@ def plan(
     codec: Codec = PLAIN,
     baseline: Baseline = "none",
     captured: Sequence[int] | None = None,
+    client: Any = None,
 ) -> Records:
     """Predict the step time of every compressor, dense averaging included.
 
@@ -102,6 +103,8 @@ def plan(
         ``bf16_compress_hook``, which is then in the plan as ``torch-bf16``.
     captured : sequence of int, optional
         Captured steps whose gradients count; all if None.
+    client : distributed.Client, optional
+        Cluster that runs the threshold rules over the gradients.
 
     Returns
     -------
@@ -180,7 +183,7 @@ def plan(
     )
     if captured is not None:
         captured = check_several(captured, "captured")
-    return _table(question, evidence(opened, question, captured or None))
+    return _table(question, evidence(opened, question, captured or None, client))
 
 
 def _table(question: Question, known: Evidence) -> Plan:

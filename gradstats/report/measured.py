@@ -49,6 +49,7 @@ STAGES = 6
 """Number of times :func:`measure` reports progress."""
 
 
+# Size: what a page is made of, a field a part; it has no behaviour.
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The records of one source.

@@ -1,5 +1,7 @@
 """Distances of a fitted model from the data: effect sizes first, p-values only on a stated subsample."""
 
+# Size: two fifths of its lines are docstrings; all distances come from one pass over the cells.
+
 from __future__ import annotations
 
 import math

@@ -4,6 +4,8 @@ Chunk files are written here, not through zarr: the scalars of a step are one sm
 renamed into place, where zarr reads, decodes, encodes and compares each of them.
 """
 
+# Size: what is written in which order, which decides what a kill leaves behind, is in one file.
+
 from __future__ import annotations
 
 import errno
@@ -58,6 +60,7 @@ from gradstats.trace.packed import pack, unpack
 __all__ = ["TraceWriter"]
 
 
+# Size: one rank's part from its creation to its close; its attributes are what is open.
 class TraceWriter:
     """Append steps to one rank's group of a trace. Not thread-safe; one writer per rank.
 

@@ -13,6 +13,7 @@ import xarray
 from conftest import DATA
 from forked import CONTEXT
 from support.installed import files_of
+from support.networks import measured_network
 from support.terminal import run
 from support.traces import HEAVY_LAYERS, drifting_trace, heavy_trace
 
@@ -226,10 +227,18 @@ class TestCluster:
         with pytest.raises(InputError.__base__, match="damaged"):
             fit_records(open_source(path), client=cluster)
 
-    def test_every_command_writes_the_same_bytes(self, trace, cluster):
+    def test_every_command_writes_the_same_bytes(self, trace, cluster, tmp_path):
         """Rules that learn see the steps of their rank and kind in order, wherever they run."""
         rules = [f"--estimator={name}" for name in ("sidco-e", "micro", "warm-exact")]
         few = ["--ratio", "0.01", *rules]
+        measured_network().save(tmp_path / "network.json")
+        planned = ("--network", tmp_path / "network.json", "--ratio=0.01", "--compressor=sidco-e")
+        checkpoints = [tmp_path / f"{i}.npz" for i in range(3)]
+        rng = np.random.default_rng(0)
+        for path in checkpoints:
+            np.savez(
+                path, **{f"layer{i}": rng.normal(size=400).astype(np.float32) for i in range(9)}
+            )
         for name, *options in (
             ("fit", "--step", "0"),
             ("compressibility", "--kind", "gradient"),
@@ -240,6 +249,9 @@ class TestCluster:
             ("wire", "--to", "e4m3", "--rounding", "stochastic", "--per-layer"),
             ("agreement", "--per-layer"),
             ("compare", trace, "--per-layer"),
+            ("plan", *planned, "--compute=0.1", "--workers=8"),
+            ("delta", *checkpoints, "--per-layer"),
+            ("advise",),
         ):
             command = (name, trace, *options, "--format", "json")
             here, there = run(*command), run(*command, "--scheduler", cluster.scheduler.address)

@@ -20,7 +20,7 @@ from capture import Capture
 from gradstats.compressors import make_compressor
 from gradstats.errors import GradstatsError
 from gradstats.hooks import CompressionState, ErrorFeedback, compression_hook, shard_hook
-from gradstats.hooks.torch_private import reduce_scatter
+from gradstats.hooks.fsdp_private import reduce_scatter
 from gradstats.hooks.units import local_part, units
 
 
