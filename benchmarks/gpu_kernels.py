@@ -33,7 +33,8 @@ from gradstats.tables import render
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 DTYPES = ("fp32", "fp16", "bf16")
 POINTERS = {
-    "found": "*i32",
+    "counters": "*i32",
+    "hits": "*i32",
     "zeros": "*i32",
     "ends": "*i64",
     "prefix": "*i64",
@@ -113,11 +114,11 @@ def resources(
         constants["numel"] = 1
     pointers = {**POINTERS, "x": f"*{dtype}", "values": f"*{dtype}"}
     if kernel is kernels._sums_kernel:
-        pointers["found"] = "*fp64"
+        pointers["rows"] = "*fp64"
     if case == "64 bits":
         pointers["numel"] = "i64"
         if kernel in (kernels._counts_kernel, kernels._digits_kernel):
-            pointers["found"] = "*i64"
+            pointers["counters"] = "*i64"
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32")
         for name in kernel.arg_names

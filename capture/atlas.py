@@ -242,15 +242,15 @@ def atlas(  # numpydoc ignore=PR01
             labels |= {"rate": config.initial_learning_rate}
             note(f"{piece}{part.suffix}: {config.nproc} processes, {STEPS} steps")
             with signals_end_the_command():
-                found = [_short(labels | r) for r in run_piece(config, part.phases)]
-            records[part.file] += found
+                rows = [_short(labels | r) for r in run_piece(config, part.phases)]
+            records[part.file] += rows
             # a training is recorded whole, or not at all
             lines = (json.dumps(r) + "\n" for r in records[part.file])
             replace_file(out / part.file, "".join(lines))
             if not keep:
                 # after the records are on the disk: without them the piece is trained again
                 shutil.rmtree(trace)
-            note(f"  loss {found[0]['first_loss']:.3f} → {found[0]['last_loss']:.3f}")
+            note(f"  loss {rows[0]['first_loss']:.3f} → {rows[0]['last_loss']:.3f}")
     if page is not None:
         from gradstats.report.atlas import atlas_page
 

@@ -257,8 +257,8 @@ def _run(config: RunConfig) -> RunResult:
     if config.out is not None:
         refuse_address(config.out)
     # with a checkpoint the same command goes on, and its trace gets a number
-    kept = config.overwrite or config.checkpoint is not None
-    if config.out is not None and config.out.exists() and not kept:
+    may_exist = config.overwrite or config.checkpoint is not None
+    if config.out is not None and config.out.exists() and not may_exist:
         raise InputError(f"{config.out} exists; choose another name or give --overwrite")
     steps = config.setting("steps")
     note(f"{config.info.description}: {config.nproc} processes, {steps} steps")

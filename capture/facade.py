@@ -216,9 +216,9 @@ class Capture(Facts):
         ranks = None if ranks is None else set(ranks)
         active = ranks is None or self.rank in ranks
         self._sharding: Sharding | None = None
-        kept = as_retention(keep)
+        retention = as_retention(keep)
         if is_sharded(self._layout.model):
-            if kept is not None:
+            if retention is not None:
                 raise InputError(
                     "keep= is not for a sharded model, whose ranks might keep parts of different steps: thin the "
                     "schedule"
@@ -231,7 +231,9 @@ class Capture(Facts):
                 "kind 'local' is of models sharded by fully_shard(); under DDP wrap a hook, and 'gradient' is each "
                 "rank's own"
             )
-        storage = Storage(self.path, self.rank, store, dtype, compress, buffers, total_steps, kept)
+        storage = Storage(
+            self.path, self.rank, store, dtype, compress, buffers, total_steps, retention
+        )
         self._recorder = Recorder(storage, self.schedule, start_step, scaler, active)
         self._watch = BackwardWatch()
         common = (self._recorder, self._layout, self._kinds, self._watch)
@@ -274,7 +276,7 @@ class Capture(Facts):
         self._recorder.storage = replace(storage, path=self.path)
         if self.rank in writers[:1]:  # one of them says what all take
             every = isinstance(schedule, int | Integral) and schedule == 1
-            self._recorder.room = Room(len(writers), thinned=kept is not None or not every)
+            self._recorder.room = Room(len(writers), thinned=retention is not None or not every)
         # other ranks look at nothing, and get no hooks
         self._watch.start(self._layout.parameters if active else ())
         if self._layout.ignored and active:

@@ -525,9 +525,9 @@ class Recorder:
                     last = storage.keep.last
                     stay = self._captured_until(self._step + last) or last
                     expected = min(stay, expected or stay)
-                said = self.room.problem(storage.path, self.bytes, expected)
-                if said:
-                    warn(said)
+                problem = self.room.problem(storage.path, self.bytes, expected)
+                if problem:
+                    warn(problem)
             # sketches are made on the device, and bring only counts to the host
             self.copies = Copies(contents.devices, stay=storage.store == "sketches")
             self._background = BackgroundWriter(

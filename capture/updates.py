@@ -20,12 +20,12 @@ from gradstats.trace.format import OF_PARAMETERS
 __all__ = ["Updates", "optimizers_of"]
 
 
-def optimizers_of(given: Any, kinds: Sequence[Kind] | None) -> list[torch.optim.Optimizer]:
+def optimizers_of(optimizer: Any, kinds: Sequence[Kind] | None) -> list[torch.optim.Optimizer]:
     """Return the optimizers behind what a user gave, unwrapped.
 
     Parameters
     ----------
-    given : torch.optim.Optimizer, sequence of them, or None
+    optimizer : torch.optim.Optimizer, sequence of them, or None
         The option ``optimizer``.
     kinds : sequence of Kind, optional
         Kinds to capture.
@@ -41,10 +41,10 @@ def optimizers_of(given: Any, kinds: Sequence[Kind] | None) -> list[torch.optim.
         If kinds need one and there is none, or the other way around, or it has no hooks.
     """
     needed = [kind for kind in OF_PARAMETERS if kind in (kinds or ())]
-    if not needed and given is None:
+    if not needed and optimizer is None:
         return []
     names = " and ".join(OF_PARAMETERS)
-    if given is None:
+    if optimizer is None:
         raise InputError(
             f"kind {needed[0]!r} is what is there when the optimizer has stepped: give Capture(optimizer=…)"
         )
@@ -52,16 +52,16 @@ def optimizers_of(given: Any, kinds: Sequence[Kind] | None) -> list[torch.optim.
         raise InputError(
             f"optimizer= is for the kinds {names}: name them, as in kinds=['gradient', 'update']"
         )
-    each_given = list(given) if isinstance(given, list | tuple) else [given]
-    found = [innermost_optimizer(each) for each in each_given]
-    for each in found:
+    each_given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [innermost_optimizer(each) for each in each_given]
+    for each in optimizers:
         if not has_step_hooks(each):
             raise InputError(
                 f"optimizer= takes torch.optim.Optimizers, and {type(each).__name__} has none of their hooks"
             )
-    if not found:
+    if not optimizers:
         raise InputError("optimizer= is an empty list: give the optimizers of the model")
-    return found
+    return optimizers
 
 
 class Updates:
@@ -129,7 +129,7 @@ class Updates:
             self._handles.append(optimizer.register_step_pre_hook(_Weak(before)))
             self._handles.append(optimizer.register_step_post_hook(_Weak(after)))
         # of every optimizer of the process: one that took the place of those given
-        others = _Weak(weakref.WeakMethod(self._seen))
+        others = _Weak(weakref.WeakMethod(self._note_other))
         self._handles.append(register_optimizer_step_post_hook(others))
 
     def stop(self) -> None:
@@ -259,7 +259,7 @@ class Updates:
             # of the new state: submits() has ended the one above
             self._state.done = True
 
-    def _seen(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Note what an optimizer that the capture was not given has stepped."""
         if self._arrays is not None and optimizer not in self._optimizers:
             self._state.elsewhere.update(map(id, parameters_of(optimizer)))

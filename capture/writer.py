@@ -199,15 +199,15 @@ class BackgroundWriter:
             began = time.monotonic()
         try:
             # a limit, so that the warning comes while the training waits, and not after
-            found = self._free.get(timeout=PATIENCE_S)
+            snapshot = self._free.get(timeout=PATIENCE_S)
         except queue.Empty:
             on_wait()
-            found = self._free.get()
+            snapshot = self._free.get()
         now = time.monotonic()
         self._waited += now - began
         if self._waited > max(PATIENCE_S, _SHARE * (now - self._started)):
             on_wait()
-        return found
+        return snapshot
 
     def submit(self, snapshot: Snapshot) -> None:
         """Queue a filled snapshot for writing.

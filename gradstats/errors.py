@@ -159,14 +159,14 @@ def options_of(what: str, name: str) -> Iterator[None]:
         raise InputError(f"{what} {name!r}: {error}") from None
 
 
-def unknown(what: str, given: object, names: Iterable[str]) -> InputError:
+def unknown(what: str, value: object, names: Iterable[str]) -> InputError:
     """Return the error for a name that nothing has: those there are, and the one that was perhaps meant.
 
     Parameters
     ----------
     what : str
         What has such names, in the singular.
-    given : object
+    value : object
         What the user gave for a name.
     names : iterable of str
         The names there are.
@@ -177,11 +177,11 @@ def unknown(what: str, given: object, names: Iterable[str]) -> InputError:
         To be raised.
     """
     names, hint = list(names), ""
-    shown = f"of type {type(given).__name__}"
-    if isinstance(given, str):
-        shown = repr(given) if len(given) <= _LONGEST_NAME else f"{given[:_LONGEST_NAME]!r}…"
+    shown = f"of type {type(value).__name__}"
+    if isinstance(value, str):
+        shown = repr(value) if len(value) <= _LONGEST_NAME else f"{value[:_LONGEST_NAME]!r}…"
         # cut, because matching takes time quadratic in the length
-        near = get_close_matches(given[:_LONGEST_NAME], names, n=1)
+        near = get_close_matches(value[:_LONGEST_NAME], names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
     listed = ", ".join(names)
     if len(listed) > _LONGEST_LIST:

@@ -36,8 +36,8 @@ def entries(group: str) -> EntryPoints:
     group : str
         Name of the group, such as ``gradstats.commands``.
     """
-    found: EntryPoints = _installed().select(group=group)
-    return found
+    group_entries: EntryPoints = _installed().select(group=group)
+    return group_entries
 
 
 def load(entry: EntryPoint) -> Any:
@@ -132,7 +132,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
     group : str
         Group of entry points through which installed packages bring more. Their names come after the package's own,
         which they cannot replace.
-    own : mapping of str to str
+    homes : mapping of str to str
         Name to ``module:attribute`` of the package's own.
     check : callable
         Takes a name and what is to have it, and raises :class:`InputError` if it cannot.
@@ -148,11 +148,11 @@ class Registry(MutableMapping[str, T], Generic[T]):
     """
 
     def __init__(
-        self, group: str, own: Mapping[str, str], check: Callable[[str, object], None]
+        self, group: str, homes: Mapping[str, str], check: Callable[[str, object], None]
     ) -> None:
-        self.own = tuple(own)
+        self.built_in = tuple(homes)
         """Names of the package's own."""
-        self._group, self._homes, self._check = group, own, check
+        self._group, self._homes, self._check = group, homes, check
         self._loaded: dict[str, T] = {}
         self._places: dict[str, EntryPoint] | None = None
 

@@ -116,12 +116,12 @@ class Shown:
         import pandas as pd
 
         rows = joined(self._rows())
-        names, said = _said_once(list(rows[0]) if rows else [], rows)
+        names, shared_text = _said_once(list(rows[0]) if rows else [], rows)
         labels = {name: visible(_header(name, names)) for name in names}
         shown = [{n: visible(v) if isinstance(v, str) else v for n, v in r.items()} for r in rows]
         frame = pd.DataFrame(shown, columns=names).rename(columns=labels)
         table: str = frame.to_html(max_rows=60, index=False)
-        return f"<p>{escape(said)}</p>\n{table}" if said else table
+        return f"<p>{escape(shared_text)}</p>\n{table}" if shared_text else table
 
     def to_latex(self, caption: str | None = None, label: str | None = None) -> str:
         r"""Return the result as a table of LaTeX, with what notebooks show: intervals, and headings with their letters.
@@ -140,7 +140,7 @@ class Shown:
             A ``table`` environment. It needs the package ``booktabs``.
         """
         rows = joined(self._rows())
-        names, said = _said_once(list(rows[0]) if rows else [], rows)
+        names, shared_text = _said_once(list(rows[0]) if rows else [], rows)
         values = [_in_ms(record) for record in self._rows()]
         # milliseconds, as in the cells of `rows`
         columns = [
@@ -155,7 +155,7 @@ class Shown:
         numeric = [all(re.match(r"[-–\d]", row[n]) for row in rows) for n in names]
         heads = [_header(name, names) for name in names]
         name = type(self).__name__
-        texts = [caption if caption is not None else self._caption or name, said]
+        texts = [caption if caption is not None else self._caption or name, shared_text]
         return "\n".join(
             [
                 r"\begin{table}",
@@ -302,12 +302,12 @@ def joined(records: Sequence[Record]) -> list[dict[str, str]]:
     >>> joined([{"p": 0.83412, "p_low": 0.81377, "p_high": 0.85447, "n": 12}])
     [{'p': '0.834 (0.814 to 0.854)', 'n': '12'}]
     """
-    found = []
+    rows = []
     # converted first, since a number and its interval must have the same unit
     for record in map(_in_ms, records):
         ends = _intervals(record)
         taken = {end for pair in ends.values() for end in pair}
-        found.append(
+        rows.append(
             {
                 n: format_uncertain(value, *(record[end] for end in ends[n]))
                 if n in ends
@@ -318,7 +318,7 @@ def joined(records: Sequence[Record]) -> list[dict[str, str]]:
                 if n not in taken
             }
         )
-    return found
+    return rows
 
 
 def _intervals(record: Record) -> dict[str, tuple[str, str]]:
@@ -421,12 +421,12 @@ def render(
     records = [*map(_in_ms, records)]
     names = list(columns if columns is not None else (records[0] if records else ()))
     heading = [title] if title else []
-    said = ""
+    shared_text = ""
     # nothing stands above a Markdown table, so that it keeps all columns
     if format != "markdown":
-        names, said = _said_once(names, records, caption if format == "table" else ())
+        names, shared_text = _said_once(names, records, caption if format == "table" else ())
     if format == "table":
-        heading += [said] if said else []
+        heading += [shared_text] if shared_text else []
     cells = [_column(n, [r[n] for r in records]) for n in names]
     rows = [list(row) for row in zip(*cells, strict=True)]
     # decided by the values: None is shown as a dash, and leaves a column numeric
@@ -439,7 +439,7 @@ def render(
         body = [[cell.translate(special) for cell in row] for row in rows]
         return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rules, *body])
     if format == "latex":
-        same = f"\n% the same in all rows: {_tex(said)}" if said else ""
+        same = f"\n% the same in all rows: {_tex(shared_text)}" if shared_text else ""
         return _latex(heads, rows, numeric) + same
     return _terminal(heads, rows, numeric, heading, width, color)
 
@@ -471,11 +471,11 @@ def parquet(records: Sequence[Record]) -> bytes:
             "a Parquet file needs pyarrow: pip install 'gradstats[parquet]'"
         ) from None
 
-    def column(given: list[Any]) -> Any:
+    def column(raw_values: list[Any]) -> Any:
         # the format has no struct without fields
-        values = [None if isinstance(v, Mapping) and not v else _json_value(v) for v in given]
+        values = [None if isinstance(v, Mapping) and not v else _json_value(v) for v in raw_values]
         # of nulls alone pyarrow makes a column of type null
-        if all(v is None for v in values) and any(isinstance(v, float) for v in given):
+        if all(v is None for v in values) and any(isinstance(v, float) for v in raw_values):
             return pyarrow.array(values, pyarrow.float64())  # all of it NaN
         try:
             return pyarrow.array(values)
@@ -503,8 +503,8 @@ def _said_once(
     # one record shares everything with itself: only what the caller names goes above the table
     if len(records) == 1:
         same = {n: value for n, value in records[0].items() if n in names and n in caption}
-    said = "; ".join(f"{_header(n, names)} {_cell(n, v)}" for n, v in same.items())
-    return [n for n in names if n not in same], said
+    shared_text = "; ".join(f"{_header(n, names)} {_cell(n, v)}" for n, v in same.items())
+    return [n for n in names if n not in same], shared_text
 
 
 def _shared(names: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
@@ -756,11 +756,11 @@ def format_rate(rate: float) -> str:
 def _tex(text: str) -> str:
     """Return a text for LaTeX, which shows it as it is; of numbers the sign is a minus, and a power of ten a power."""
     pieces, at = [], 0
-    for found in _NUMBER.finditer(text):
+    for match in _NUMBER.finditer(text):
         # text between numbers is escaped, numbers are not: the braces and dollars of a power are LaTeX's own
-        pieces.append(_SPECIAL.sub(lambda c: _TEX[c[0]], text[at : found.start()]))
-        at, power = found.end(), found["times"] or found["power"]
-        number = found["number"] or ""
+        pieces.append(_SPECIAL.sub(lambda c: _TEX[c[0]], text[at : match.start()]))
+        at, power = match.end(), match["times"] or match["power"]
+        number = match["number"] or ""
         if power:
             pieces.append(f"${number}\\cdot10^{{{int(power)}}}$")
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,17 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data"
 # Data sets that are not in the repository; tests that read them are skipped where they are missing.
 DATA_SETS = Path(os.environ.get("GRADSTATS_DATA", ROOT.parent / "shared" / "data"))
+
+MEMORY = Path("/dev/shm")
+# Tests replace files by the thousand, and a disk writes each before the new name is there: they take memory, if it has
+# room for the gigabytes of a whole run and runs programs.
+if (
+    os.access(MEMORY, os.W_OK)
+    and shutil.disk_usage(MEMORY).free > 8 << 30
+    and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
+):
+    os.environ.setdefault("TMPDIR", str(MEMORY))
+    tempfile.tempdir = None  # asked again
 
 # Two thread pools on two cores stall each other, and every worker process would bring its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -220,6 +220,28 @@ def test_what_is_large_says_why(name, path):
         assert large == lines[first - 1].startswith("# Size: "), f"{name}: {cls.name}"
 
 
+PARTICIPLES = {"found", "own", "kept", "given", "said", "told", "seen"}
+# what estimators are told of a step, and a column of `contraction`: both are public
+PUBLIC_PARTICIPLES = {
+    ("gradstats.compressors.contraction", "kept"),
+    ("gradstats.thresholds.base", "kept"),
+}
+PUBLIC_PARTICIPLES |= {(f"gradstats.thresholds.{name}", "kept") for name in ("micro", "sidco")}
+
+
+def test_a_name_says_what_it_is_and_not_what_was_done_to_it():
+    names = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.arg):
+                names.add((module, node.arg))
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add((module, node.name))
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add((module, getattr(node, "attr", None) or node.id))
+    assert {n for n in names if n[1].strip("_") in PARTICIPLES} == PUBLIC_PARTICIPLES
+
+
 def loaded_by(code):
     script = f"import sys\n{code}\nprint('\\n'.join(sorted(sys.modules)))"
     done = subprocess.run(

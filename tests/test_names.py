@@ -22,18 +22,18 @@ from gradstats.tables import FORMATS, Format
 
 # Where an alias cannot be what the code asks, as that is a table with more in it. Where it is, get_args() stands there.
 TABLES = {
-    "EstimatorName": (thresholds.EstimatorName, thresholds.ESTIMATORS.own),
+    "EstimatorName": (thresholds.EstimatorName, thresholds.ESTIMATORS.built_in),
     "estimators": (thresholds.EstimatorName, [e.name for e in thresholds._OWN]),
-    "LawName": (laws.LawName, laws.LAWS.own),
+    "LawName": (laws.LawName, laws.LAWS.built_in),
     "CompressorName": (
         compressors.CompressorName,
         [
             name
             for name in compressors.COMPRESSORS
-            if name in {"topk", *thresholds.ESTIMATORS.own, *compressors.COMPRESSORS.own}
+            if name in {"topk", *thresholds.ESTIMATORS.built_in, *compressors.COMPRESSORS.built_in}
         ],
     ),
-    "SelectorName": (compressors.SelectorName, ("topk", *thresholds.ESTIMATORS.own)),
+    "SelectorName": (compressors.SelectorName, ("topk", *thresholds.ESTIMATORS.built_in)),
     "NumberFormat": (formats.NumberFormat, formats.FORMATS),
     "Values": (collectives.Values, (*_FLOATS, *SCALED)),
     "WeightType": (deltas.WeightType, deltas.WIDTHS),

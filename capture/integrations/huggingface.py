@@ -133,7 +133,7 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
     def _follow(self, trainer: Trainer) -> None:
         """Note the loss that each training step of a trainer returns, its share of the accumulated one."""
         # something else may have put one on this trainer, above the class's
-        original, own = trainer.training_step, vars(trainer).get("training_step")
+        original, override = trainer.training_step, vars(trainer).get("training_step")
 
         def training_step(*arguments: Any, **options: Any) -> torch.Tensor:
             loss: torch.Tensor = original(*arguments, **options)
@@ -143,8 +143,8 @@ class CaptureCallback(TrainerCapture, TrainerCallback):  # type: ignore[misc]
 
         def restore() -> None:
             del trainer.training_step  # the class's own is seen again
-            if own is not None:
-                trainer.training_step = own
+            if override is not None:
+                trainer.training_step = override
             # nothing is left to restore, should it be called again
             self._unhook = lambda: None
 

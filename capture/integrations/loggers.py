@@ -133,15 +133,15 @@ def dataset_values(dataset: xarray.Dataset) -> Iterator[tuple[int, dict[str, flo
             f"no dimension 'step' in the dataset; it has {', '.join(map(str, dataset.dims))}"
         )
     # by step first: quantities may have different steps, and loggers want them in order
-    found: dict[int, dict[str, float]] = {}
+    scalars: dict[int, dict[str, float]] = {}
     for name, quantity in dataset.items():
         if "step" not in quantity.dims:
             continue
         # the step last, so that what comes before it are labels
         series = quantity.transpose(..., "step").to_series().dropna().reset_index()
         for *labels, step, value in series.itertuples(index=False, name=None):
-            found.setdefault(int(step), {})["/".join(map(str, (name, *labels)))] = float(value)
-    yield from sorted(found.items())
+            scalars.setdefault(int(step), {})["/".join(map(str, (name, *labels)))] = float(value)
+    yield from sorted(scalars.items())
 
 
 class WandbLogger:

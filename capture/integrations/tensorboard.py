@@ -81,10 +81,10 @@ def write_dataset(dataset: xarray.Dataset, log_dir: str | Path) -> None:
         If the dataset has no dimension ``step``.
     """
     # before there is a file: the dataset may be refused
-    found = list(dataset_values(dataset))
+    steps = list(dataset_values(dataset))
     with SummaryWriter(str(log_dir)) as writer:
         log = TensorBoardLogger(writer)
-        for step, values in found:
+        for step, values in steps:
             log(values, step)
 
 

@@ -80,8 +80,8 @@ class TrainerCapture:
         self._close()  # of a training that failed, and begins again
         moved = set(self._arguments.get("kinds") or ()) & set(OF_PARAMETERS)
         # a Capture refuses an optimizer that no kind needs
-        given = {"optimizer": optimizers} if moved and optimizers else {}
-        first, options = self._registered, scaling | given | self._arguments
+        optimizer_option = {"optimizer": optimizers} if moved and optimizers else {}
+        first, options = self._registered, scaling | optimizer_option | self._arguments
         if hook is None or ddp is None:
             self.capture = Capture(model=model, start_step=start_step, **options)
         elif first is not None and any(state is first for _, state in comm_hooks(ddp)):

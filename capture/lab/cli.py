@@ -159,7 +159,7 @@ def bench_network(  # numpydoc ignore=PR01
     if measure is not None:
         note(f"wrote {measure}")
     sent, received = (f"{bit / 1e6:g}" for bit in bits)
-    told = f"{sent} Mbit/s" + (f" up and {received} down" if sent != received else "")
+    rates = f"{sent} Mbit/s" + (f" up and {received} down" if sent != received else "")
     unsaid = {"nproc", "rate", "up", "down", "ratio", "compute_alone"}
     if not local_steps:
         unsaid |= {"local_steps", "fragments", "delay", "utilisation"}
@@ -168,6 +168,6 @@ def bench_network(  # numpydoc ignore=PR01
         format,
         output,
         columns=[c for c in records[0] if c not in unsaid],
-        title=f"{workload}, {nproc} ranks at {told}: times and bytes per step",
+        title=f"{workload}, {nproc} ranks at {rates}: times and bytes per step",
         group_by=("nproc", "rate"),
     )

@@ -175,10 +175,10 @@ def _with(config: RunConfig, name: str, local_steps: int) -> RunConfig:
     # both are refused without local steps
     if not local_steps:
         config = config.replace(fragments=1, delay=0)
-    given = dict(config.options)
+    options = dict(config.options)
     if name in (DENSE, *BASELINES):
-        given = {key: value for key, value in given.items() if key not in ("indices", "values")}
-    return config.replace(compressor=name, options=given, local_steps=local_steps)
+        options = {key: value for key, value in options.items() if key not in ("indices", "values")}
+    return config.replace(compressor=name, options=options, local_steps=local_steps)
 
 
 def train_without_exchange(config: RunConfig, cluster: Cluster) -> Computing:
@@ -235,7 +235,7 @@ def measure_network(
     """
     # bits to bytes
     at_rate = int(_LONGEST_MESSAGE_S * cluster.rate / 8)
-    found = launch(
+    networks = launch(
         cluster,
         _measure,
         {
@@ -247,8 +247,8 @@ def measure_network(
         },
         label,
     )
-    about = {**found[0].about, "rate": cluster.rate, "up": cluster.up, "down": cluster.down}
-    return Network(found[0].lines, found[0].algorithms, about)
+    about = {**networks[0].about, "rate": cluster.rate, "up": cluster.up, "down": cluster.down}
+    return Network(networks[0].lines, networks[0].algorithms, about)
 
 
 def train(
@@ -369,8 +369,8 @@ def _train(config: RunConfig) -> tuple[RunResult, list[int]]:
     register_optimizer_step_post_hook(lambda each, *_: counts[id(each)].append(_bytes_sent()))
     result = worker(config)
     # the inner optimizer steps most often
-    found = [before, *max(counts.values(), key=len)]
-    return result, [after - before for before, after in pairwise(found)]
+    totals = [before, *max(counts.values(), key=len)]
+    return result, [after - before for before, after in pairwise(totals)]
 
 
 def _measure(options: Mapping[str, Any], label: str) -> Network:

@@ -91,7 +91,7 @@ class BucketTap(Tap):
         self._hook = hook
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._copies: dict[int, _BucketCopy] = {}
-        self._seen: set[int] = set()  # parameters in the buckets of a step that is recorded
+        self._participants: set[int] = set()  # parameters in the buckets of a step that is recorded
         # parameters that the backward passes of the step have reached
         self._reached: set[int] = set()
         # those of a pass under way, and of passes before it that exchanged nothing
@@ -261,7 +261,7 @@ class BucketTap(Tap):
         self._reached.clear()
         self._late = self._follows_update = False
         self._applied.begin()
-        self._seen.clear()
+        self._participants.clear()
         self._begin(self._recorder.wanted())
 
     @property
@@ -315,7 +315,7 @@ class BucketTap(Tap):
         for layer, parameter in zip(self._layout.layers, self._layout.parameters, strict=True):
             if layer.name in replaced:
                 self._recorder.absent(layer.slice)
-            elif id(parameter) in self._seen:
+            elif id(parameter) in self._participants:
                 continue
             elif id(parameter) in self._reached:
                 self._recorder.absent(layer.slice)
@@ -335,7 +335,7 @@ class BucketTap(Tap):
         """Copy a bucket of a step that is recorded."""
         # anew for each bucket, by whose index PowerSGD keeps its residuals
         observed = observe(self._state, bucket)
-        self._seen.update(map(id, bucket.parameters()))
+        self._participants.update(map(id, bucket.parameters()))
         arrays = self._recorder.arrays
         if self._accumulation.carried:  # its gradient was added up on the way
             arrays = {kind: array for kind, array in arrays.items() if kind != "gradient"}

@@ -57,7 +57,7 @@ class ExchangeTap(Tap):
         self._ddp = ddp
         self._loss: float | torch.Tensor | None = None
         self._learning_rate: float | None = None
-        self._seen: set[int] = set()  # parameters exchanged in the interval
+        self._participants: set[int] = set()  # parameters exchanged in the interval
 
     def before(self, pairs: Sequence[Pair]) -> None:
         """Copy the pseudo-gradients of a fragment; the first one of an interval begins a step.
@@ -72,7 +72,7 @@ class ExchangeTap(Tap):
             return
         # fragments take turns: those of an interval are one step of the trace
         if recorder.phase is Phase.IDLE:
-            self._seen.clear()
+            self._participants.clear()
             self._begin(recorder.wanted())
         if not recorder.arrays:
             return
@@ -80,7 +80,7 @@ class ExchangeTap(Tap):
         places = self._places
         for parameter, pseudogradient in pairs:
             # before the place is looked for: what is exchanged is not absent, wherever it lies
-            self._seen.add(id(parameter))
+            self._participants.add(id(parameter))
             slot = places.get(id(parameter))
             if slot is None:
                 self._note_absent(parameter)
@@ -124,7 +124,7 @@ class ExchangeTap(Tap):
         """Mark what no fragment has: it is not exchanged, and each rank trains it by itself."""
         names = []
         for name, parameter in zip(self._layout.names, self._layout.parameters, strict=True):
-            if id(parameter) not in self._seen:
+            if id(parameter) not in self._participants:
                 self._recorder.absent(self._places[id(parameter)])
                 names.append(name)
         self._absent(names, "the local steps do not exchange them")

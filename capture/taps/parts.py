@@ -61,10 +61,10 @@ class Parts:
         layers : sequence of Layer
             The parameters.
         """
-        found = []
+        part_shards = []
         for shard, layer, rows in zip(shards, layers, self._rows, strict=True):
             if not rows:
-                found.append(shard)
+                part_shards.append(shard)
                 continue
             # rows of the parameter that this rank holds
             begin, end = shard.offset[0], shard.offset[0] + shard.shape[0]
@@ -80,8 +80,8 @@ class Parts:
                 # a part of one row has lost dimension 0: the rank holds the shard's other dimensions of it, or nothing
                 elif low >= high:
                     offset, shape = (0,) * len(offset), (0,) * len(shape)
-                found.append(Shard(f"{layer.name}[{i}]", offset, shape))
-        return found
+                part_shards.append(Shard(f"{layer.name}[{i}]", offset, shape))
+        return part_shards
 
 
 def _shape(whole: tuple[int, ...], rows: int) -> tuple[int, ...]:

@@ -142,8 +142,10 @@ class PlainTap(Tap):
         """Tell whether the gradients are of a backward pass since the last step."""
         if source is not self._layout.model:
             # nobody watches its backward passes: what was there at the last end of a step tells old from new
-            own = (p for p in source.parameters() if id(p) in slots and p.grad is not None)
-            return not all(map(self._watch.old, own))
+            source_parameters = (
+                p for p in source.parameters() if id(p) in slots and p.grad is not None
+            )
+            return not all(map(self._watch.old, source_parameters))
         parameters = self._layout.parameters
         # values are looked at where they are needed, and not where DDP wrote them after the backward pass
         if self._watch.fired and (not wanted or self._ddp is not None):
@@ -152,38 +154,38 @@ class PlainTap(Tap):
 
     def _check_scaler(self, gradients: bool) -> None:
         """Refuse gradients that the scaler has unscaled, and warn of scaled ones where there is no scaler to say so."""
-        given, applied, stepped = self._recorder.scaler, self._applied, self._watch.stepped
+        capture_scaler, applied, stepped = self._recorder.scaler, self._applied, self._watch.stepped
         # what is unscaled already would be divided by the scale once more; scaler.update() forgets that it was
         late = gradients and stepped and applied.scaled
-        if given is not None and (late or has_unscaled(given)):
+        if capture_scaler is not None and (late or has_unscaled(capture_scaler)):
             raise InputError(
                 "the scaler has unscaled the gradients: call capture.step() before scaler.unscale_() and "
                 "scaler.step(), or give the Capture no scaler"
             )
         self._after_steps |= gradients and stepped
-        scaler = applied.scaler if given is None else None
+        scaler = applied.scaler if capture_scaler is None else None
         # where steps end after the optimizer's, gradients are unscaled; a step that the scaler skips looks like none
         if scaler is not None and gradients and not self._after_steps and not has_unscaled(scaler):
             self._recorder.warn_once("scaled", SCALED)
 
     def _copy(self, source: torch.nn.Module, slots: Mapping[int, slice]) -> None:
         """Copy the gradients of a step that is recorded, and mark those that are gone."""
-        kinds, own = list(self._recorder.arrays), source is self._layout.model
-        seen, taken, unused = set(), [], []
-        named = self._layout.named() if own else dict(source.named_parameters())
+        kinds, is_model = list(self._recorder.arrays), source is self._layout.model
+        names, taken, unused = set(), [], []
+        named = self._layout.named() if is_model else dict(source.named_parameters())
         for name, parameter in named.items():
             slot = slots.get(id(parameter))
             if slot is None:
-                if own and parameter.grad is not None:
+                if is_model and parameter.grad is not None:
                     self._note_absent(parameter)
                 continue
-            seen.add(name)
+            names.add(name)
             # a gradient was there and is gone: its place gets NaN, not the zeros of an unused parameter
-            if parameter.grad is None and own and self._watch.reached(parameter):
+            if parameter.grad is None and is_model and self._watch.reached(parameter):
                 taken.append(name)
                 self._recorder.absent(slot)
                 continue
-            if parameter.grad is not None and own and self._unused(parameter):
+            if parameter.grad is not None and is_model and self._unused(parameter):
                 unused.append(slot)
                 continue
             # also without a gradient: put() then writes zeros
@@ -193,7 +195,7 @@ class PlainTap(Tap):
         for slot in unused:
             self._recorder.unused(slot)
         self._absent(taken, TAKEN)
-        self._mark_gone([layer for layer in self._layout.layers if layer.name not in seen])
+        self._mark_gone([layer for layer in self._layout.layers if layer.name not in names])
 
     def _unused(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter's gradient is of an earlier step, as where it was frozen since."""

@@ -244,7 +244,7 @@ class ShardTap(PlainTap):
                 "before the Capture"
             )
         # with a hook they were seen on the way, and 'local' in either case
-        kept = [kind for kind in arrays if hook is None and kind not in WHOLE]
+        kinds = [kind for kind in arrays if hook is None and kind not in WHOLE]
         replaced, taken = {layer.name for layer, _ in self._layout.replaced()}, []
         for name, parameter in zip(self._layout.names, self._layout.parameters, strict=True):
             place = self._sharding.places[id(parameter)]
@@ -252,11 +252,11 @@ class ShardTap(PlainTap):
                 # shards lie in the vector of this rank's parts, whole gradients in that of the model
                 self._recorder.absent(place, [kind for kind in arrays if kind not in WHOLE])
                 self._recorder.absent(self._layout.slots[id(parameter)], WHOLE)
-            elif kept and parameter.grad is None and self._watch.reached(parameter):
-                self._recorder.absent(place, kept)
+            elif kinds and parameter.grad is None and self._watch.reached(parameter):
+                self._recorder.absent(place, kinds)
                 taken.append(name)
             else:
-                for kind in kept:
+                for kind in kinds:
                     self._recorder.put(kind, place, parameter)
         self._absent(sorted(replaced), _REPLACED)
         self._absent(taken, TAKEN)

@@ -500,9 +500,9 @@ class RunConfig:
             ("clip_kind", get_args(ClipKind)),
             ("lr_schedule", get_args(LearningRates)),
         ):
-            given = getattr(self, name)
-            if given is not None and given not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, not {shown(given)}")
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise InputError(f"{name} must be one of {', '.join(known)}, not {shown(value)}")
         if not self.whole_system and training.nesterov == "redsync":
             raise InputError(
                 "the optimizer has no Nesterov's momentum as in RedSync: use nesterov=dgc, or a system such as redsync"
@@ -558,16 +558,16 @@ class RunConfig:
             check_number(self.outer_learning_rate, "outer_learning_rate", 0, math.inf)
         check_room(self.local_steps, self.fragments, self.delay)
         if not self.local_steps:
-            given = {
+            changes = {
                 "outer": self.outer != "diloco",
                 "outer_learning_rate": self.outer_learning_rate is not None,
                 "fragments": self.fragments > 1,
                 "delay": self.delay > 0,
                 "average": self.average != "ranks",
             }
-            if any(given.values()):
+            if any(changes.values()):
                 raise InputError(
-                    f"{next(k for k, v in given.items() if v)} is of local steps: give --local-steps too"
+                    f"{next(k for k, v in changes.items() if v)} is of local steps: give --local-steps too"
                 )
         elif self.whole_system or self.compressor in (NO_EXCHANGE, *BASELINES):
             raise InputError(

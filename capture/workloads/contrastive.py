@@ -29,9 +29,9 @@ def _view(images: Tensor, random: torch.Generator) -> Tensor:
     first = torch.randint(side - _ERASED + 1, (2, n, 1), generator=random)
     place = torch.arange(side)
     rows, columns = (place >= first) & (place < first + _ERASED)
-    kept = ~(rows[:, :, None] & columns[:, None, :])
-    seen: Tensor = contrast * images * kept[:, None]
-    return seen + 0.1 * torch.randn(images.shape, generator=random)
+    mask = ~(rows[:, :, None] & columns[:, None, :])
+    view: Tensor = contrast * images * mask[:, None]
+    return view + 0.1 * torch.randn(images.shape, generator=random)
 
 
 def make_task(config: RunConfig, rank: int) -> Task:

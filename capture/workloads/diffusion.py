@@ -67,14 +67,14 @@ class UNet(nn.Module):
         rates = torch.exp(-math.log(1e4) * torch.arange(_TIME // 2) / (_TIME // 2))
         angles = step[:, None] * rates
         time = self.time(torch.cat([angles.sin(), angles.cos()], 1))
-        y, kept = self.first(x), []
+        y, skips = self.first(x), []
         for block, smaller in zip(self.down, self.smaller, strict=True):
-            kept.append(block(y, time))
-            y = smaller(kept[-1])
+            skips.append(block(y, time))
+            y = smaller(skips[-1])
         y = self.middle(y, time)
         for block in self.up:
             larger = y.repeat_interleave(2, 2).repeat_interleave(2, 3)
-            y = block(torch.cat([larger, kept.pop()], 1), time)
+            y = block(torch.cat([larger, skips.pop()], 1), time)
         noise: Tensor = self.last(F.silu(self.norm(y)))
         return noise
 

@@ -204,7 +204,7 @@ def texts(config: RunConfig) -> tuple[Tensor, Tensor | None]:
 
     Returns
     -------
-    seen : int64 tensor, shape (words,)
+    text : int64 tensor, shape (words,)
         Numbers of the words that are trained on.
     unseen : int64 tensor, shape (words,), or None
         Those of the text that is not, if there is one.
@@ -221,7 +221,7 @@ def texts(config: RunConfig) -> tuple[Tensor, Tensor | None]:
     return words_to_ids(words, vocab), other
 
 
-def text_task(config: RunConfig, rank: int, model: GPT, seen: Tensor, other: Tensor | None) -> Task:
+def text_task(config: RunConfig, rank: int, model: GPT, text: Tensor, other: Tensor | None) -> Task:
     """Add a rank's share of a text to a model.
 
     Parameters
@@ -232,7 +232,7 @@ def text_task(config: RunConfig, rank: int, model: GPT, seen: Tensor, other: Ten
         Rank of this process.
     model : GPT
         Model to train.
-    seen : int64 tensor, shape (words,)
+    text : int64 tensor, shape (words,)
         Text to train on.
     other : int64 tensor, shape (words,), or None
         Text that the final model is judged on.
@@ -243,7 +243,7 @@ def text_task(config: RunConfig, rank: int, model: GPT, seen: Tensor, other: Ten
         Model and data of this rank.
     """
     context = size_of(config).context
-    windows = _Windows(seen, context)
+    windows = _Windows(text, context)
     unseen = None if other is None else _Windows(other, context)
     size = check_batch(config, len(windows.rows), "windows of words")
 

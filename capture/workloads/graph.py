@@ -96,13 +96,13 @@ def make_task(config: RunConfig, rank: int) -> Task:
     """Build the model and the graph; a rank's batch is nodes whose communities it is told."""
     features, edges, truth = _graph(config.seed)
     order = torch.randperm(_NODES, generator=generator(config.seed, 8))
-    seen, unseen = order[_NODES // _UNSEEN :], order[: _NODES // _UNSEEN]
-    size = check_batch(config, len(seen), "nodes")
-    epochs = Epochs(len(seen))
+    training_nodes, unseen = order[_NODES // _UNSEEN :], order[: _NODES // _UNSEEN]
+    size = check_batch(config, len(training_nodes), "nodes")
+    epochs = Epochs(len(training_nodes))
 
     def loss(network: nn.Module, step: int) -> Tensor:
         # the whole graph goes through the network on every rank; the loss is of the rank's nodes
-        nodes = seen[epochs.drawn(step, size, rank, config.nproc, config.seed)]
+        nodes = training_nodes[epochs.drawn(step, size, rank, config.nproc, config.seed)]
         return F.cross_entropy(network(features, edges)[nodes], truth[nodes])
 
     def accuracy(network: nn.Module) -> dict[str, float]:

@@ -234,8 +234,8 @@ def signals_raise(*, last: bool = False) -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not _raise:
         _raise.last = -math.inf
     # that of a library in C cannot be put back, and stays
-    found = {each: signal.getsignal(each) for each in SIGNALS}
-    handlers = {each: handler for each, handler in found.items() if handler is not None}
+    dispositions = {each: signal.getsignal(each) for each in SIGNALS}
+    handlers = {each: handler for each, handler in dispositions.items() if handler is not None}
     try:
         for each in handlers:
             signal.signal(each, _raise)

@@ -470,14 +470,14 @@ def family(name: str) -> str:
     return _FAMILIES[name]
 
 
-def settings_with(name: OptimizerName | None, own: str) -> Mapping[str, Any]:
+def settings_with(name: OptimizerName | None, default: str) -> Mapping[str, Any]:
     """Return the settings that an optimizer brings where none are given.
 
     Parameters
     ----------
     name : OptimizerName or None
         The optimizer; None for the workload's own, which has no others.
-    own : str
+    default : str
         The workload's own.
 
     Returns
@@ -487,13 +487,13 @@ def settings_with(name: OptimizerName | None, own: str) -> Mapping[str, Any]:
     """
     if name is None:
         return {}
-    found: dict[str, Any] = {}
-    if family(name) != own:
-        found = {"learning_rate": _RATES[family(name)], "weight_decay": 0.0}
+    settings: dict[str, Any] = {}
+    if family(name) != default:
+        settings = {"learning_rate": _RATES[family(name)], "weight_decay": 0.0}
     if name == "sgd":
-        found |= {"momentum": 0.0, "nesterov": "none"}
+        settings |= {"momentum": 0.0, "nesterov": "none"}
     elif name == "nesterov":
-        found |= {"momentum": 0.9, "nesterov": "dgc"}
+        settings |= {"momentum": 0.9, "nesterov": "dgc"}
     else:
-        found["momentum"] = 0.0
-    return found
+        settings["momentum"] = 0.0
+    return settings

@@ -104,7 +104,9 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             if type(child).forward is nn.Module.forward:  # a list of modules
                 yield from within(child)
-            elif (own := list(child.parameters())) and all(uses[id(p)] == 1 for p in own):
+            elif (parameters := list(child.parameters())) and all(
+                uses[id(p)] == 1 for p in parameters
+            ):
                 yield child
 
     return within(model)

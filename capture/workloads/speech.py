@@ -299,11 +299,11 @@ def decode(scores: Tensor) -> str:
     return "".join(LABELS[sign] for sign, _ in groupby(scores.argmax(1).tolist()) if sign)
 
 
-def _distance(found: Sequence[Hashable], truth: Sequence[Hashable]) -> int:
+def _distance(hypothesis: Sequence[Hashable], truth: Sequence[Hashable]) -> int:
     """Return the least number of insertions, deletions and replacements between two sequences."""
     # Levenshtein's table, of which one row is kept
     row = list(range(len(truth) + 1))
-    for i, a in enumerate(found, 1):
+    for i, a in enumerate(hypothesis, 1):
         above, row = row, [i]
         for j, b in enumerate(truth, 1):
             row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (a != b)))
@@ -327,10 +327,10 @@ def error_rates(pairs: Iterable[tuple[str, str]]) -> tuple[float, float]:
     """
     wrong = [0, 0]
     total = [0, 0]
-    for found, truth in pairs:
+    for hypothesis, truth in pairs:
         parts = (
-            (found.split(), truth.split()),
-            (found.replace(" ", ""), truth.replace(" ", "")),
+            (hypothesis.split(), truth.split()),
+            (hypothesis.replace(" ", ""), truth.replace(" ", "")),
         )
         for i, (a, b) in enumerate(parts):
             wrong[i] += _distance(a, b)
@@ -397,12 +397,14 @@ def make_task(config: RunConfig, rank: int) -> Task:
         If there are fewer utterances than a batch of all ranks.
     """
     assert config.data_dir is not None
-    seen, unseen = load_an4(config.data_dir, mel_spectrogram if _small(config) else spectrogram)
-    size = check_batch(config, len(seen), "utterances")
+    training_set, unseen = load_an4(
+        config.data_dir, mel_spectrogram if _small(config) else spectrogram
+    )
+    size = check_batch(config, len(training_set), "utterances")
     world = size * config.nproc
-    epochs = Epochs(len(seen) // world if _small(config) else len(seen))
+    epochs = Epochs(len(training_set) // world if _small(config) else len(training_set))
     # by number where lengths are equal, so that all ranks sort alike
-    by_length = sorted(range(len(seen)), key=lambda i: (seen[i][0].shape[1], i))
+    by_length = sorted(range(len(training_set)), key=lambda i: (training_set[i][0].shape[1], i))
 
     def drawn(step: int) -> list[int]:
         if not _small(config):
@@ -419,7 +421,7 @@ def make_task(config: RunConfig, rank: int) -> Task:
         return network(padded, torch.tensor([len(s) for s in spectra]))  # type: ignore[no-any-return]
 
     def loss(network: nn.Module, step: int) -> Tensor:
-        utterances = [seen[i] for i in drawn(step)]
+        utterances = [training_set[i] for i in drawn(step)]
         logs, lengths = scores(network, utterances)
         targets = [torch.tensor([LABELS.index(sign) for sign in text]) for _, text in utterances]
         # a sum, because CTC's own mean would divide each utterance by the length of its transcript
@@ -437,15 +439,15 @@ def make_task(config: RunConfig, rank: int) -> Task:
     def rates(network: nn.Module) -> dict[str, float]:
         # batch normalisation uses its running statistics
         network.eval()
-        found = []
+        pairs = []
         with torch.no_grad():
             for first in range(0, len(unseen), size):
                 part = unseen[first : first + size]
                 logs, lengths = scores(network, part)
                 texts = (decode(log[:n]) for log, n in zip(logs, lengths.tolist(), strict=True))
-                found += [(text, truth) for text, (_, truth) in zip(texts, part, strict=True)]
+                pairs += [(text, truth) for text, (_, truth) in zip(texts, part, strict=True)]
         network.train()
-        words, characters = error_rates(found)
+        words, characters = error_rates(pairs)
         return {"word_error_rate": words, "character_error_rate": characters}
 
     return Task(make_model(config), loss, rates if unseen else None)

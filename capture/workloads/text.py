@@ -31,8 +31,8 @@ def load_pydoc() -> list[str]:
     for name in sorted(topics):
         for line in topics[name].splitlines():
             # words, numbers, and each other sign by itself
-            if found := re.findall(r"[a-z]+|[0-9]+|[^\sa-z0-9]", line.lower()):
-                words += [*found, _END]
+            if tokens := re.findall(r"[a-z]+|[0-9]+|[^\sa-z0-9]", line.lower()):
+                words += [*tokens, _END]
     return words
 
 

@@ -165,10 +165,10 @@ def _train(config: RunConfig) -> RunResult:
             if compression is not None and compression.last not in (None, recorded):
                 recorded = compression.last
                 result.records.append(asdict(recorded))
-                found = compression.diagnosis
-                if found is not None and found is not diagnosed:
-                    diagnosed = found
-                    result.diagnoses.append(_scalars(found))
+                diagnosis = compression.diagnosis
+                if diagnosis is not None and diagnosis is not diagnosed:
+                    diagnosed = diagnosis
+                    result.diagnoses.append(_scalars(diagnosis))
             if checkpoint is not None and (step + 1) % config.checkpoint_every == 0:
                 # the others wait in save()
                 if task.evaluate is not None and config.evaluate and rank == 0:
@@ -235,12 +235,12 @@ def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:
         }
         if warm_up:
             system |= whole.warm_up(warm_up)
-        given = dict(config.options)
+        compressor_options = dict(config.options)
         state = make_state(
             config.compressor,
             config.ratio,
             named,
-            compressor_options=given,
+            compressor_options=compressor_options,
             **{**system, **options},
         )
     else:

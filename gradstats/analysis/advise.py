@@ -99,8 +99,8 @@ def evidence() -> Mapping[str, Any]:
         seed. ``held_out``: what came of advice that was made for each training without it.
     """
     text = files("gradstats.analysis").joinpath("evidence.json").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = json.loads(text)
-    return found
+    measurements: Mapping[str, Any] = json.loads(text)
+    return measurements
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -352,7 +352,7 @@ def properties_of(
     for r in recorded:
         _check_finite(source, r.get("nonfinite", 0), r["rank"], r["step"])
     first = next(iter(steps_of))
-    found: dict[str, list[float]] = {}
+    series: dict[str, list[float]] = {}
     shown: list[Key] = [
         (first, kind, step) for step in evenly(sorted(steps_of[first]), _MOST_STEPS)
     ]
@@ -360,12 +360,12 @@ def properties_of(
         _check_finite(source, sketched.moments.nonfinite, first, step)
         magnitudes = sketched.magnitudes
         for ratio, share in energy_shares(magnitudes, source.numel, _ENERGY).items():
-            found.setdefault(f"energy_{ratio:g}", []).append(share)
-        found.setdefault("zeros", []).append(1 - magnitudes.count / source.numel)
-        found.setdefault("nonzero", []).append(magnitudes.count / source.numel)
-    properties = {name: float(np.median(values)) for name, values in found.items()}
+            series.setdefault(f"energy_{ratio:g}", []).append(share)
+        series.setdefault("zeros", []).append(1 - magnitudes.count / source.numel)
+        series.setdefault("nonzero", []).append(magnitudes.count / source.numel)
+    properties = {name: float(np.median(values)) for name, values in series.items()}
     counted = [(source.numel - r["zeros"]) / source.numel for r in recorded if "zeros" in r]
-    properties["nonzero"] = max([*found["nonzero"], *counted])
+    properties["nonzero"] = max([*series["nonzero"], *counted])
     common = sorted(set.intersection(*map(set, steps_of.values())))
     if len(steps_of) > 1 and common and not source.sketched(first, kind):
         # the last record is that of all steps and the whole gradient
@@ -459,8 +459,8 @@ def choose(
         As :attr:`Advice.records`.
     """
     far = distances(kind, properties, measured)
-    own = family_of(optimizer)
-    families = [own] if own else list(_FAMILIES)
+    optimizer_family = family_of(optimizer)
+    families = [optimizer_family] if optimizer_family else list(_FAMILIES)
     settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for family in families:
         mine = [t for t in measured if family_of(t["optimizer"]) == family]
@@ -512,25 +512,25 @@ def distances(
         for name in mine
         if any(name in p for p in known.values())
     }
-    found = {}
+    distance_by_id = {}
     for each, theirs in known.items():
         common = [n for n in spread if n in theirs]
         squares = [((mine[n] - theirs[n]) / spread[n]) ** 2 for n in common]
-        found[each] = math.sqrt(float(np.mean(squares))) if squares else math.inf
-    return found
+        distance_by_id[each] = math.sqrt(float(np.mean(squares))) if squares else math.inf
+    return distance_by_id
 
 
 def _scales(properties: Mapping[str, float]) -> dict[str, float]:
     """Return properties on scales on which equal differences mean as much: shares as logits."""
-    found = {}
+    coordinates = {}
     for name, value in properties.items():
         if math.isnan(value):
             continue
         if name != "cosine":
             share = min(max(value, _LEAST), _MOST)
             value = math.log(share / (1 - share))
-        found[name] = value
-    return found
+        coordinates[name] = value
+    return coordinates
 
 
 def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, Any]:

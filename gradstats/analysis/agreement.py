@@ -107,14 +107,14 @@ def agreement(
     for kind, of_kind in itertools.groupby(steps, key=lambda one: one[0]):
         several: dict[str, list[dict[str, Any]]] = {}
         for _, step, of_layers in of_kind:
-            for layer, (found,) in of_layers.items():
+            for layer, (comparison,) in of_layers.items():
                 labels = {"trace": opened.name, "step": step, "kind": kind, "layer": layer}
-                several.setdefault(layer, []).append(found)
-                records.append(_record(labels, [found], batch, trained))
+                several.setdefault(layer, []).append(comparison)
+                records.append(_record(labels, [comparison], batch, trained))
             over["on_progress"]()
-        for layer, found_ in several.items():
+        for layer, comparisons in several.items():
             labels = {"trace": opened.name, "step": None, "kind": kind, "layer": layer}
-            records.append(_record(labels, found_, batch, trained))
+            records.append(_record(labels, comparisons, batch, trained))
     return records
 
 
@@ -165,18 +165,18 @@ def _together(source: Source, subset: Subset) -> dict[Kind, dict[int, list[int]]
                 "--store gradients"
             )
         ranks.setdefault(kind, {}).setdefault(step, []).append(rank)
-    found: dict[Kind, dict[int, list[int]]] = {}
+    common_steps: dict[Kind, dict[int, list[int]]] = {}
     for kind, by_step in ranks.items():
         whole = {rank for those in by_step.values() for rank in those}
         # steps of fewer ranks would mix numbers of different sets of ranks in one mean
         common = {s: sorted(r) for s, r in sorted(by_step.items()) if len(r) == len(whole) > 1}
         if common:
-            found[kind] = common
-    if not found:
+            common_steps[kind] = common
+    if not common_steps:
         raise InputError(
             f"{source.name} has no step that two ranks hold; capture several ranks (gradstats capture without --rank)"
         )
-    return found
+    return common_steps
 
 
 def _layers(
@@ -276,10 +276,10 @@ def _largest(vector: Array, k: int, rank: int) -> NDArray[np.int64]:
 
 
 def _record(
-    labels: dict[str, Any], found: Sequence[dict[str, Any]], batch: int | None, trained: int
+    labels: dict[str, Any], comparisons: Sequence[dict[str, Any]], batch: int | None, trained: int
 ) -> dict[str, Any]:
     """Return the record of one step or of several: means over them, and the noise scale's ratio of means."""
-    noise, signal = (np.array([f[name] for f in found]) for name in ("noise", "signal"))
+    noise, signal = (np.array([f[name] for f in comparisons]) for name in ("noise", "signal"))
     unit = 1 if batch is None else batch
     scale, low, high, reason = math.nan, math.nan, math.nan, "one step"
     # NaN of a step in which a rank's gradient is of zeros, or is not finite
@@ -301,10 +301,10 @@ def _record(
             low, high, reason = ratio_interval(noise, signal)
     means = {}
     for name in _OVER_STEPS:
-        known = [f[name] for f in found if not math.isnan(f[name])]
+        known = [f[name] for f in comparisons if not math.isnan(f[name])]
         means[name] = float(np.mean(known)) if known else math.nan
     for name, ends in _WITH_INTERVAL.items():
-        over = mean_interval(np.array([f[name] for f in found]))
+        over = mean_interval(np.array([f[name] for f in comparisons]))
         low_, high_ = np.clip([over.low, over.high], *ends).tolist()
         means |= {f"{name}_low": low_, f"{name}_high": high_}
     return {
@@ -313,9 +313,9 @@ def _record(
         "noise_scale": unit * scale,
         "low": unit * low,
         "high": unit * high,
-        **{name: found[0][name] for name in ("ranks", "workers", "ratio", "k")},
+        **{name: comparisons[0][name] for name in ("ranks", "workers", "ratio", "k")},
         # a trace that knows no world size had at least the ranks that were captured
-        "world": max(trained, found[0]["ranks"]),
+        "world": max(trained, comparisons[0]["ranks"]),
         "batch": batch,
         "without": int(np.count_nonzero(~telling)),
         "reason": reason,

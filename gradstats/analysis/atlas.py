@@ -83,7 +83,7 @@ def atlas_records(source: object, phases: Mapping[str, Sequence[int]]) -> Record
     InputError
         If a phase has fewer than two steps, or a step is not in the trace.
     """
-    opened, found = open_source(source), Records()
+    opened, records = open_source(source), Records()
     for phase, steps in phases.items():
         if len(steps) < 2:
             raise InputError(f"phase {phase} needs two steps at least, to judge one by the other")
@@ -91,8 +91,8 @@ def atlas_records(source: object, phases: Mapping[str, Sequence[int]]) -> Record
         keys = [key for key in opened.entries() if key[2] == steps[0]]
         for kind in dict.fromkeys(key[1] for key in keys):
             ranks = sorted(key[0] for key in keys if key[1] == kind)
-            found.append({"kind": kind, "phase": phase} | _one(opened, kind, steps, ranks))
-    return found
+            records.append({"kind": kind, "phase": phase} | _one(opened, kind, steps, ranks))
+    return records
 
 
 def step_records(source: object) -> Records:
@@ -114,16 +114,16 @@ def step_records(source: object) -> Records:
     measured = dataset_of(
         opened, Subset(ranks=[first]), quantities=("rms", "zero_fraction", "threshold")
     ).isel(rank=0, layer=0)
-    found = Records()
+    records = Records()
     for kind in measured.kind.values:
         of = measured.sel(kind=kind)
         series = {"rms": of.rms, "zeros": of.zero_fraction}
-        found.append(
+        records.append(
             {"kind": str(kind), "steps": of.step.values.tolist()}
             | {name: values.values.tolist() for name, values in series.items()}
             | {"threshold": {str(r): of.threshold.sel(ratio=r).values.tolist() for r in RATIOS}}
         )
-    return found
+    return records
 
 
 def reused(records: Sequence[Mapping[str, Any]]) -> Records:
@@ -141,7 +141,7 @@ def reused(records: Sequence[Mapping[str, Any]]) -> Records:
         lag; median and high, the factor (at least 1) that half and 95 % of the steps stay within; pairs, how many were
         compared. Steps with a threshold of zero, where k elements are not there, are left out.
     """
-    found = Records()
+    comparisons = Records()
     for record in records:
         names = {n: v for n, v in record.items() if isinstance(v, str)}
         for ratio, thresholds in record["threshold"].items():
@@ -155,8 +155,8 @@ def reused(records: Sequence[Mapping[str, Any]]) -> Records:
                     median, high = np.exp(np.quantile(apart, (0.5, 0.95)))
                     row = {"ratio": float(ratio), "lag": lag}
                     row |= {"median": float(median), "high": float(high), "pairs": apart.size}
-                    found.append(names | row)
-    return found
+                    comparisons.append(names | row)
+    return comparisons
 
 
 def _one(source: Source, kind: Kind, steps: Sequence[int], ranks: Sequence[int]) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def _one(source: Source, kind: Kind, steps: Sequence[int], ranks: Sequence[int])
 
 def _energy(values: NDArray[np.float64], share: float, total: float) -> float:
     # at least one element, as k everywhere
-    kept = np.asarray(topk(values, max(round(share * values.size), 1)).values)
-    return float(np.square(kept).sum()) / total if total else math.nan
+    largest = np.asarray(topk(values, max(round(share * values.size), 1)).values)
+    return float(np.square(largest).sum()) / total if total else math.nan
 
 
 def claims(records: Sequence[Mapping[str, Any]], series: Sequence[Mapping[str, Any]]) -> Records:
@@ -242,13 +242,13 @@ def claims(records: Sequence[Mapping[str, Any]], series: Sequence[Mapping[str, A
     for r in reused(series):
         if r["lag"] == _REUSED:
             add("reuse", r, r["ratio"], r["high"] <= _CLOSE[1])
-    found = Records()
+    tallies = Records()
     for (claim, kind, ratio), by in held.items():
         all_of = sum(map(all, by.values()))
         none_of = len(by) - sum(map(any, by.values()))
         counts = {"holds": all_of, "depends": len(by) - all_of - none_of, "fails": none_of}
-        found.append({"claim": claim, "kind": kind, "ratio": ratio} | counts)
-    return found
+        tallies.append({"claim": claim, "kind": kind, "ratio": ratio} | counts)
+    return tallies
 
 
 def worst_cases(records: Sequence[Mapping[str, Any]]) -> Records:
@@ -290,20 +290,20 @@ def worst_cases(records: Sequence[Mapping[str, Any]]) -> Records:
         # chosen without the training that is left out, then judged on it
         best = min(far, key=lambda rule: max(v for t, v in far[rule].items() if t != out))
         held[best].append(far[best][out])
-    found = Records()
+    ranking = Records()
     for rule, by in far.items():
         values = np.sort(list(by.values()))
         low, high = _median_interval(values)
         where = max(by, key=lambda t: by[t])
-        found.append(
+        ranking.append(
             {"estimator": rule, "worst": math.exp(by[where]), "where": where}
             | {"median": math.exp(float(np.median(values))), "low": low, "high": high}
             | {"chosen": len(held[rule])}
             | {"held_out": math.exp(max(held[rule])) if held[rule] else None}
             | {"trainings": len(trainings)}
         )
-    found.sort(key=lambda r: r["worst"])
-    return found
+    ranking.sort(key=lambda r: r["worst"])
+    return ranking
 
 
 def _median_interval(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -337,7 +337,7 @@ def components(records: Sequence[Mapping[str, Any]]) -> Records:
     a level within that above it, less what the means of the levels below have left in it; at least 0. Optimizers and
     phases are taken as drawn from many. Shapes of layers have errors of their own, which count as layers.
     """
-    found = Records()
+    variance_components = Records()
     for kind in dict.fromkeys(r["kind"] for r in records):
         nested: dict[str, dict[str, list[NDArray[np.float64]]]] = {}
         for r in records:
@@ -366,12 +366,12 @@ def components(records: Sequence[Mapping[str, Any]]) -> Records:
             low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
         count = sum(shapes.size for tree in trees for phases in tree for shapes in phases)
         for i, level in enumerate(LEVELS):
-            found.append(
+            variance_components.append(
                 {"kind": kind, "level": level, "variance": float(variances[i])}
                 | {"share": float(shares[i]), "low": float(low[i]), "high": float(high[i])}
                 | {"trainings": len(trees), "values": count}
             )
-    return found
+    return variance_components
 
 
 def _sums(training: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.float64]:
@@ -380,7 +380,7 @@ def _sums(training: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.float
     Of each level: squares within its families, degrees of freedom, and how often the variance of each level below is
     in these squares; last, the training's mean, and the same of the error of that mean.
     """
-    found: list[float] = []
+    sums: list[float] = []
     # of a family's members: their values, and how much of the variance of each level below a mean of them has
     families = [
         [(x, np.zeros(0)) for x in layers.tolist()] for phases in training for layers in phases
@@ -388,12 +388,12 @@ def _sums(training: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.float
     # from the bottom up: layers within phases, phases within optimizers; the last call is optimizers in the training
     for groups in (len(phases) for phases in training), (len(training),):
         squares, freedom, below, means = _within(families)
-        found += [squares, freedom, *below]
+        sums += [squares, freedom, *below]
         # the mean of a family is a member of a family one level up
         members = iter(means)
         families = [[next(members) for _ in range(count)] for count in groups]
     squares, freedom, below, ((mean, error),) = _within(families)
-    return np.array([*found, squares, freedom, *below, mean, *error])
+    return np.array([*sums, squares, freedom, *below, mean, *error])
 
 
 def _within(

@@ -233,9 +233,9 @@ class _View:
     numbers: tuple[Sequence[int], Sequence[int]]
 
     def unit(self, place: int) -> NDArray[np.float64]:
-        found = np.zeros(len(self.products))
-        found[place] = 1
-        return found
+        vector = np.zeros(len(self.products))
+        vector[place] = 1
+        return vector
 
     @property
     def a(self) -> NDArray[np.float64]:
@@ -306,12 +306,12 @@ class _View:
         """Return the weights by which the ranks of a side add up to a vector; None if they do not."""
         first, n = side * self.sizes[0], self.sizes[side]
         block = self.products[first : first + n, first : first + n]
-        given = self.products[first : first + n] @ vector
+        inner_products = self.products[first : first + n] @ vector
         # sums over layers may overflow, and lstsq raises on what is not finite
-        if not (np.isfinite(block).all() and np.isfinite(given).all()):
+        if not (np.isfinite(block).all() and np.isfinite(inner_products).all()):
             return None
         # ranks with equal gradients leave the weights open: those of least norm share alike
-        weights: _Vector = np.linalg.lstsq(block, given, rcond=1e-12)[0]
+        weights: _Vector = np.linalg.lstsq(block, inner_products, rcond=1e-12)[0]
         total = np.zeros(len(self.products))
         total[first : first + n] = weights
         return weights if self.norm(vector - total) <= slack * self.norm(vector) else None
@@ -360,7 +360,7 @@ def explain(
     dict of dict of str
         Causes by step, kind and rank, and then by layer, ``all`` included; empty where there is no difference.
     """
-    found: Causes = {}
+    explanations: Causes = {}
     first: dict[Kind, int] = {}
 
     @cache
@@ -374,12 +374,12 @@ def explain(
             later = f"follows from step {first[kind]}" if first.get(kind, step) < step else ""
             over = partial(clipped, kind, rank)
             causes = _of_gradient(one, at, over, worlds, tolerance, later)
-            found[step, kind, rank] = causes
+            explanations[step, kind, rank] = causes
             if causes["all"]:
                 # later differences may follow from the first: the weights are no longer the same
                 first.setdefault(kind, step)
-    _inherit(found)
-    return found
+    _inherit(explanations)
+    return explanations
 
 
 _REST = "different data, randomness or weights"
@@ -388,10 +388,10 @@ _UNNAMED = (_REST, _UNKNOWN)
 _DECAY = "weight decay"
 
 
-def _inherit(found: Causes) -> None:
+def _inherit(explanations: Causes) -> None:
     """Give the first of steps that differ by nearly the same vector the cause that only the next one can tell."""
     last: dict[tuple[Kind, int], dict[str, str]] = {}
-    for (_, kind, rank), following in found.items():
+    for (_, kind, rank), following in explanations.items():
         causes = last.get((kind, rank), {})
         if following["all"].startswith(_DECAY):
             for layer, cause in causes.items():
@@ -495,9 +495,9 @@ def _causes(
     if v.counts.prints[0] == v.counts.prints[1]:
         yield "permuted: the same values at other places, shards in another order or padded"
     for side, name, other in ((1, "B", "A"), (0, "A", "B")):
-        kept, had = v.counts.nonzero[side], v.counts.nonzero[1 - side]
-        if v.counts.shared == kept < had:
-            yield f"compressed: {name} has {kept:,} of {other}'s {had:,} non-zero elements"
+        nonzero, had = v.counts.nonzero[side], v.counts.nonzero[1 - side]
+        if v.counts.shared == nonzero < had:
+            yield f"compressed: {name} has {nonzero:,} of {other}'s {had:,} non-zero elements"
     if precision and v.error <= 8 * slack:
         yield precision
     if v.error <= _ROUNDING:
@@ -616,10 +616,10 @@ def _miscounted(v: _View, side: int, this: str, vector: NDArray[np.float64], sla
     if zero.size == weights.size - 1 and abs(most - 1) <= 0.02:
         j = int(np.abs(weights).argmax())
         # a gradient of the pair's own rank is no miscount
-        own = j == (v.j if side else v.i)
+        is_same_rank = j == (v.j if side else v.i)
         return (
             ""
-            if own
+            if is_same_rank
             else f"a rank twice in {this}: it has the gradient of {other}'s rank {numbers[j]}"
         )
     # the weights of a mean are equal but for the rank that is missing or counts double

@@ -80,10 +80,10 @@ class _Thresholds:
     def _methods(self, model: str) -> tuple[Method, ...]:
         """Return the methods of a law: its own, and likelihood, which no moment of a heavy tail misleads."""
         law = LAWS[model]
-        own = self.method or law.default_method
-        if self.method or "mle" not in law.solvers or law.maximizes(own):
-            return (own,)
-        return own, "mle"
+        method = self.method or law.default_method
+        if self.method or "mle" not in law.solvers or law.maximizes(method):
+            return (method,)
+        return method, "mle"
 
 
 def _chance(m: Magnitudes, k: int) -> float:
@@ -197,7 +197,7 @@ def law_pairs(
     for record in each_sketched(source, subset, work, over["client"], over["on_progress"]):
         key = tuple(record[label] for label in ("trace", "rank", "kind"))
         series.setdefault(key, []).append(record)
-    found = Records()
+    pairs = Records()
     for (trace, rank, kind), rows in series.items():
         # of zeros there is no law, nor a threshold to judge one by: two networks that train in turn alternate with them
         known = sorted((r for r in rows if r["exact"]), key=lambda r: r["step"])
@@ -219,12 +219,12 @@ def law_pairs(
                 ratio = max(errors, key=lambda r: abs(errors[r]))
                 # not always at the fewest elements: where zeros begin, the threshold of more is less certain
                 unsure = max(errors, key=lambda r: other["chance"][r])
-                found.append(
+                pairs.append(
                     labels
                     | {"log_quantile": errors, "tail_error": abs(errors[ratio])}
                     | {"k": other["counts"][unsure], "chance": other["chance"][unsure]}
                 )
-    return found
+    return pairs
 
 
 def _log_ratio(threshold: float, exact: float) -> float:
@@ -283,7 +283,7 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
     # the number of pairs: a law that always has a fit has a row for each
     for key, rows in groups.items():
         most[key[:2]] = max(most[key[:2]], len(rows))
-    found = Records()
+    ranking = Records()
     for (trace, kind, model, method, by_layer), rows in groups.items():
         # a law without a fit has no threshold, which is as wrong as can be
         missing = [math.inf] * (most[trace, kind] - len(rows))
@@ -301,7 +301,7 @@ def closest_laws(pairs: Sequence[dict[str, Any]]) -> Records:
         far = max(rows, key=lambda r: r["tail_error"])
         ratio, off = max(far["log_quantile"].items(), key=lambda item: abs(item[1]))
         at = {"off_fitted": far["fitted"], "off_judged": far["judged"], "off_ratio": ratio}
-        found.append(labels | numbers | at | {"off": off, "predictive": predictive})
+        ranking.append(labels | numbers | at | {"off": off, "predictive": predictive})
     # of equal medians the one with the better worst case
-    found.sort(key=lambda r: (r["trace"], r["kind"], r["tail_error"], r["worst"]))
-    return found
+    ranking.sort(key=lambda r: (r["trace"], r["kind"], r["tail_error"], r["worst"]))
+    return ranking

@@ -145,10 +145,10 @@ def compare(
     measured = _measure(names, shapes, sides, decayed, over["client"], over["on_progress"])
     # 0 where a source does not record its world size
     worlds = [s.source.trace.world_size if isinstance(s.source, TraceSource) else 0 for s in sides]
-    found = Comparison()
-    found.unmatched = unmatched
-    found.compared = sum(len(one.ranks) for one in measured.values())
-    found.held = sides[0].held, sides[1].held
+    comparison = Comparison()
+    comparison.unmatched = unmatched
+    comparison.compared = sum(len(one.ranks) for one in measured.values())
+    comparison.held = sides[0].held, sides[1].held
     for (step, kind, rank), causes in explain(measured, worlds, tolerance).items():
         one = measured[step, kind]
         at = one.ranks.index(rank)
@@ -157,11 +157,11 @@ def compare(
             record: dict[str, Any] = {"step": step, "rank": rank, "kind": kind, "layer": layer}
             record |= one.numbers(layer, at) | {"cause": causes[layer]}
             if layer == "all" or layer in wanted:
-                found.append(record)
-            if found.first is None and layer != "all" and causes[layer]:
+                comparison.append(record)
+            if comparison.first is None and layer != "all" and causes[layer]:
                 # what explains the whole is said of its first layer, too
-                found.first = record | {"cause": causes["all"] or causes[layer]}
-    return found
+                comparison.first = record | {"cause": causes["all"] or causes[layer]}
+    return comparison
 
 
 def _plain_names(several: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -240,27 +240,27 @@ def _keys(source: Source, subset: dict[str, Any]) -> dict[tuple[int, Kind], list
     """Return the gradients of a source by step and kind, ranks in order; of a file the only one, whatever is chosen."""
     # a file has one gradient, of step 0 by default, which no choice of a trace's steps is about
     chosen = dict.fromkeys(subset) if isinstance(source, ArraySource) else subset
-    found: dict[tuple[int, Kind], list[Key]] = {}
+    keys: dict[tuple[int, Kind], list[Key]] = {}
     for key in sorted(source.select(**chosen)):
-        found.setdefault((key[2], key[1]), []).append(key)
-    return found
+        keys.setdefault((key[2], key[1]), []).append(key)
+    return keys
 
 
 def _weights(source: Source, names: Sequence[str], side: _Side) -> list[NDArray[np.floating[Any]]]:
     """Return the model's parameters, zeros where the file lacks one."""
     wanted, plain = _plain_names([names, [layer.name for layer in source.layers]])
     places = dict(zip(plain, source.layers, strict=True))
-    key, found = next(iter(source.entries()), None), []
+    key, weights = next(iter(source.entries()), None), []
     for name, place in zip(wanted, side.places, strict=True):
         # what the file lacks is zero: it explains no difference
         values = np.zeros(place.stop - place.start)
         if key is not None and name in places and places[name].numel == values.size:
             where = places[name].slice
             values = as_numpy(source.elements(*key, where.start, where.stop)).reshape(-1)
-        found.append(values)
-    if not any(v.any() for v in found):
+        weights.append(values)
+    if not any(v.any() for v in weights):
         raise InputError(f"{source.name} has none of the parameters {', '.join(names[:3])}, …")
-    return found
+    return weights
 
 
 def _groups(places: Sequence[slice]) -> Iterator[range]:
@@ -285,7 +285,7 @@ def _measure(
     on_progress: Callable[[], None],
 ) -> dict[tuple[int, Kind], Measured]:
     """Reduce every step of each kind to sums, layer by layer."""
-    found = _unmeasured(sides)
+    sums = _unmeasured(sides)
 
     def plan(submit: Submit, group: range) -> Any:
         of_group = None if weights is None else [weights[i] for i in group]
@@ -296,9 +296,9 @@ def _measure(
     for parts in evaluate(plan, _groups(sides[0].places), client, "groups of layers"):
         # groups come in the model's order, so layers stay in it
         for at, part in parts.items():
-            found[at].join(part)
+            sums[at].join(part)
         on_progress()
-    return found
+    return sums
 
 
 def _unmeasured(sides: tuple[_Side, _Side]) -> dict[tuple[int, Kind], Measured]:
@@ -316,9 +316,9 @@ def _measure_group(
     group: range,
 ) -> dict[tuple[int, Kind], Measured]:
     """Measure some layers in every step: the only place where elements are read."""
-    found = _unmeasured(sides)
+    sums = _unmeasured(sides)
     last: dict[Kind, tuple[Any, list[list[NDArray[np.floating[Any]]]]]] = {}
-    for (step, kind), one in found.items():
+    for (step, kind), one in sums.items():
         vectors = [list(s.parts(key, group)) for s in sides for key in s.keys[step, kind]]
         ranks, earlier = last.get(kind, (None, []))
         # of other ranks the vectors of the step before are in other places
@@ -330,4 +330,4 @@ def _measure_group(
             one.add(name, shape, here, before, None if weights is None else weights[i])
         # the step before shows what is stale or was accumulated
         last[kind] = one.numbers_of_ranks, vectors
-    return found
+    return sums

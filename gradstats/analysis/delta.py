@@ -143,8 +143,8 @@ def delta(
     --------
     >>> import gradstats
     >>> w = np.linspace(0.5, 1, 1000, dtype=np.float32)
-    >>> found = gradstats.delta({"w": w}, {"w": np.where(np.arange(1000) < 10, 0, w)})
-    >>> print(found[0]["changed"])
+    >>> changes = gradstats.delta({"w": w}, {"w": np.where(np.arange(1000) < 10, 0, w)})
+    >>> print(changes[0]["changed"])
     0.01
     """
     from gradstats.primitives.deltas import WIDTHS
@@ -185,9 +185,9 @@ def delta(
     counts = {lag: len(checkpoints) - lag for lag, _ in totals}
     order = {"all": -1} | {name: i for i, name in enumerate(named)}
     keys = sorted(totals, key=lambda key: (key[0], order[key[1]]))
-    found = Delta(_record(key, totals[key], counts[key[0]], compared) for key in keys)
-    found.names, found.remarks = [c.name for c in checkpoints], remarks
-    return found
+    comparison = Delta(_record(key, totals[key], counts[key[0]], compared) for key in keys)
+    comparison.names, comparison.remarks = [c.name for c in checkpoints], remarks
+    return comparison
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,10 @@ class _Checkpoint:
 
 
 def _checkpoints(
-    given: object, steps: Sequence[int] | None, rank: int | None
+    origin: object, steps: Sequence[int] | None, rank: int | None
 ) -> Iterator[_Checkpoint]:
     """Yield the checkpoints that a source holds, in the order of steps."""
-    sources = open_sources(given) if isinstance(given, str | Path) else [open_source(given)]
+    sources = open_sources(origin) if isinstance(origin, str | Path) else [open_source(origin)]
     for source in sources:
         kinds = {kind for _, kind, _ in source.entries()}
         # files do not say what they hold: their kind is gradient

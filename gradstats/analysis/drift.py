@@ -124,7 +124,7 @@ class _Measuring:
     def _one(self, reduced: Sketch) -> dict[str, Any]:
         m = reduced.magnitudes
         finite = reduced.numel - reduced.moments.nonfinite
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "zero_fraction": m.zero_fraction,
             "nonfinite": reduced.moments.nonfinite,
             "mean": m.mean,
@@ -134,15 +134,15 @@ class _Measuring:
             "threshold": [m.upper_quantile(max(target_count(r, finite), 1)) for r in self.ratios],
         }
         if reduced.numel and not finite:
-            found["threshold"] = [math.nan for _ in self.ratios]
+            values["threshold"] = [math.nan for _ in self.ratios]
         # the decay and the fits cost more than the sums: only those asked for are made
         if self.quantities.intersection(_OF_DECAY):
             decay = compressibility(reduced)
-            found |= {name: getattr(decay, name) for name in _OF_DECAY}
+            values |= {name: getattr(decay, name) for name in _OF_DECAY}
         if self.quantities.intersection(_BY_MODEL):
             rows = [self._fit(model, reduced) for model in self.models]
-            found |= {name: [row[name] for row in rows] for name in _BY_MODEL}
-        return {name: found[name] for name in self.quantities}
+            values |= {name: [row[name] for row in rows] for name in _BY_MODEL}
+        return {name: values[name] for name in self.quantities}
 
     def _fit(self, model: str, reduced: Sketch) -> dict[str, float]:
         try:
@@ -266,7 +266,7 @@ def dataset_of(
     dims = {name: (*base, *others) for name, others in QUANTITIES.items() if name in wanted}
     arrays = {n: np.full([len(coords[d]) for d in over], math.nan) for n, over in dims.items()}
     captured = np.zeros([len(coords[d]) for d in base[:3]], bool)
-    for (rank, kind, step), found in zip(keys, evaluate(plan, keys, client), strict=True):
+    for (rank, kind, step), layers in zip(keys, evaluate(plan, keys, client), strict=True):
         place = (
             coords["step"].index(step),
             coords["rank"].index(rank),
@@ -274,7 +274,7 @@ def dataset_of(
         )
         captured[place] = True
         # sketches come in the order of the layer coordinate: all, then the parameters
-        for i, values in enumerate(found.values()):
+        for i, values in enumerate(layers.values()):
             for name, value in values.items():
                 arrays[name][(*place, i)] = value
         on_progress()
@@ -500,8 +500,8 @@ def _trend(
             # both tests warn where p lies beyond their tables; they then return the table's end
             warnings.simplefilter("ignore")
             # around a line: a series that falls steadily is no random walk
-            found = adfuller(y, regression="ct", autolag="AIC", result_object=False)
-            result["adf_p"] = float(found[1])
-            found = kpss(y, regression="ct", nlags="auto", result_object=False)
-            result["kpss_p"] = float(found[1])
+            test = adfuller(y, regression="ct", autolag="AIC", result_object=False)
+            result["adf_p"] = float(test[1])
+            test = kpss(y, regression="ct", nlags="auto", result_object=False)
+            result["kpss_p"] = float(test[1])
     return result

@@ -164,7 +164,7 @@ def info_summary(source: Source) -> Records:
     for rank, kind, step in source.entries():
         groups.setdefault(kind, {}).setdefault(rank, []).append(step)
     scalars = _scalars(source)
-    found = Records()
+    records = Records()
     for kind, ranks in groups.items():
         steps = sorted({step for each in ranks.values() for step in each})
         rank, step = next(iter(ranks)), steps[0]
@@ -179,8 +179,8 @@ def info_summary(source: Source) -> Records:
                 zeros = max(zeros, int(columns[f"{kind}_zeros"][some].max(initial=0)))
                 nonfinite += int(np.count_nonzero(columns[f"{kind}_nonfinite"][some] > 0))
             record |= {"zeros": zeros, "nonfinite": nonfinite}
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def _spanned(numbers: Sequence[int]) -> str:

@@ -101,23 +101,23 @@ def shares(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         plain = inspect.signature(function)
         # **over itself gives way to the names behind it
-        own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
         kind = inspect.Parameter.KEYWORD_ONLY
         added = [
             inspect.Parameter(n, kind, default=value, annotation=names[n])
             for n, value in shared.items()
         ]
-        shown = plain.replace(parameters=[*own, *added])
+        shown = plain.replace(parameters=[*parameters, *added])
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 # bind refuses unknown and missing names, as Python does for written parameters
-                given: dict[str, Any] = shared | shown.bind(*args, **kwargs).arguments
+                arguments: dict[str, Any] = shared | shown.bind(*args, **kwargs).arguments
             except TypeError as error:
                 # bind does not know the function's name, with which Python's own message begins
                 raise TypeError(f"{function.__name__}() {error}") from None
-            return function(**given)  # type: ignore[call-arg]
+            return function(**arguments)  # type: ignore[call-arg]
 
         checked.__signature__ = shown  # type: ignore[attr-defined]
         if checked.__doc__:  # not there under -OO

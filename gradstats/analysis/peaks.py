@@ -100,13 +100,13 @@ class _Peaks:
                 seed=self.seed,
                 method=self.method,
             )
-            found = {c.ratio: c for c in choice.candidates}
+            candidates = {c.ratio: c for c in choice.candidates}
             for record in records:
                 # ratios that the choice never looked at keep these
                 record |= _UNCHOSEN
                 by = choice.splits.count(record["ratio"])
                 record |= {"chosen_by": by, "splits": len(choice.splits)}
-                if candidate := found.get(record["ratio"]):
+                if candidate := candidates.get(record["ratio"]):
                     record |= {"p_value": candidate.p_value, "p_stable": candidate.p_stable}
                 # one ratio alone has the estimate from elements that the choice did not see
                 if choice.estimate and record["ratio"] == choice.ratio:
@@ -200,12 +200,12 @@ def pot(
     opened = open_source(source)
     # pot_records knows no layers, and mixture_records takes these by name
     layers, per_layer = over.pop("layers"), over.pop("per_layer")
-    given: dict[str, Any] = {"method": method, **over}
+    options: dict[str, Any] = {"method": method, **over}
     if per_layer or layers is not None:
         # an empty list of ratios counts as none given
         at = _TAIL if ratios is None else [*check_ratios(ratios), _TAIL][0]
-        return mixture_records(opened, at, layers=layers, **given)
-    return pot_records(opened, ratios, replicates=replicates, size=size, seed=seed, **given)
+        return mixture_records(opened, at, layers=layers, **options)
+    return pot_records(opened, ratios, replicates=replicates, size=size, seed=seed, **options)
 
 
 @shares(SpreadGradients)
@@ -265,17 +265,17 @@ def pot_records(
     keys, records = subset_of(over).keys(source), Records()
 
     def plan(submit: Submit, key: Key) -> Any:
-        found = submit(work, source.labels(*key), plan_sketches(submit, source, key))
+        rows = submit(work, source.labels(*key), plan_sketches(submit, source, key))
         # sketches do not say where elements lie
         pieces = () if source.sketched(*key[:2]) else range(0, source.numel, PIECE)
         parts = [
-            submit(_count_runs, source, key, start, min(start + PIECE, source.numel), found)
+            submit(_count_runs, source, key, start, min(start + PIECE, source.numel), rows)
             for start in pieces
         ]
-        return submit(_add_runs, found, parts)
+        return submit(_add_runs, rows, parts)
 
-    for found in evaluate(plan, keys, over["client"]):
-        records += found
+    for rows in evaluate(plan, keys, over["client"]):
+        records += rows
         over["on_progress"]()
     return records
 
@@ -344,8 +344,8 @@ def _mixture(
     try:
         # the two pooled shapes alone need no fit of each layer
         if len(shown) > 2:
-            found = mixture(layers, at, method)
-            rows = {"pooled": found.pooled, "normalised": found.normalised, **found.layers}
+            fits = mixture(layers, at, method)
+            rows = {"pooled": fits.pooled, "normalised": fits.normalised, **fits.layers}
         else:
             rows = dict(zip(shown, pooled_shapes(layers, at, method), strict=True))
     except FitError as error:

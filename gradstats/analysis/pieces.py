@@ -264,9 +264,9 @@ def _beginning(sketches: dict[str, Sketch], count: int) -> float:
 
 def _collect(source: Source, key: Key, start: int, stop: int, low: float) -> Located:
     # at least count magnitudes of the whole gradient are this large; a piece may have none
-    kept = select(source.elements(*key, start, stop), low)
-    magnitude: NDArray[np.float64] = np.abs(as_numpy(kept.values)).astype(np.float64)
-    return magnitude, as_positions(kept.indices) + start
+    selection = select(source.elements(*key, start, stop), low)
+    magnitude: NDArray[np.float64] = np.abs(as_numpy(selection.values)).astype(np.float64)
+    return magnitude, as_positions(selection.indices) + start
 
 
 def _largest(parts: list[tuple[NDArray[np.float64], NDArray[np.int64]]], count: int) -> Located:
@@ -298,10 +298,10 @@ def sketches_of(
         Sketches, in the order of `keys`.
     """
     parts = () if layer == "all" else (layer,)
-    found = evaluate(
+    all_sketches = evaluate(
         lambda submit, key: plan_sketches(submit, source, key, parameters=parts), keys, client
     )
-    return {key: sketches[layer] for key, sketches in zip(keys, found, strict=True)}
+    return {key: sketches[layer] for key, sketches in zip(keys, all_sketches, strict=True)}
 
 
 def each_sketched(
@@ -338,7 +338,7 @@ def each_sketched(
         sketches = plan_sketches(submit, source, key, parameters=parameters)
         return submit(work, source.labels(*key), sketches)
 
-    for found in evaluate(plan, subset.keys(source), client):
-        records += found
+    for rows in evaluate(plan, subset.keys(source), client):
+        records += rows
         on_progress()
     return records

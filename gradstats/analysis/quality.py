@@ -248,10 +248,10 @@ def _spread(
         return submit(work, source, replace(subset, ranks=[rank], kinds=[kind]))
 
     records = Records()
-    for number, found in zip(
+    for number, rows in zip(
         gradients.values(), evaluate(plan, gradients, client, "series"), strict=True
     ):
-        records += found
+        records += rows
         for _ in range(number):
             on_progress()
     return records
@@ -296,18 +296,18 @@ def each_record(
         # all rules and ratios get one array for a gradient: what its k largest hold is found once
         if best is None or best.values is not played.values:
             best = _BestK(played.values)
-        kept, k = len(played.selection), played.estimate.k
+        count, k = len(played.selection), played.estimate.k
         yield played.labels | {
             "numel": numel_of(played.values),
             "k": k,
-            "selected": kept,
-            "quality": kept / k if k else float("nan"),
+            "selected": count,
+            "quality": count / k if k else float("nan"),
             "energy_error": best.energy_error(played.selection, k),
             "threshold": played.estimate.threshold,
-            "seen": played.seen,
+            "seen": played.past_gradients,
             "fresh": played.fresh / k if k else float("nan"),
             "design": best.design(k),
-            "status": _status(played, kept, best),
+            "status": _status(played, count, best),
         }
 
 
@@ -319,7 +319,7 @@ class _Played:
     values: Array
     estimate: Estimate
     selection: Selection
-    seen: int
+    past_gradients: int
     """Gradients that it has seen before."""
     fresh: int
     """Elements that one keeps that has seen none."""
@@ -343,26 +343,26 @@ def _replay(
     ratios = check_ratios(ratios)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
-    seen: Counter[tuple[str, float, int, str, str]] = Counter()
+    past_gradients: Counter[tuple[str, float, int, str, str]] = Counter()
     for rank, kind, step in followed(subset.keys(source), "gradients"):
         captured, where = source.read(rank, kind, step), source.labels(rank, kind, step)
         for layer, values in layer_parts(source, captured, parameters):
             for name in names:
                 for ratio in ratios:
                     # a layer is a series of its own: rules remember thresholds, which differ between layers
-                    key, given = (name, ratio, rank, kind, layer), (options or {}).get(name, {})
+                    key, keywords = (name, ratio, rank, kind, layer), (options or {}).get(name, {})
                     if key not in live:
-                        live[key] = make_estimator(name, **given)
+                        live[key] = make_estimator(name, **keywords)
                     labels = where | {"layer": layer, "estimator": name, "ratio": ratio}
                     # the rule with its past goes on; the one without is made anew each time
                     estimate, selection = live[key].select(values, ratio)
                     anew = len(selection)
                     # the first gradient is new to every rule: nothing to run twice
-                    if fresh and seen[key] and _remembers(live[key]):
-                        anew = len(make_estimator(name, **given).select(values, ratio)[1])
-                    yield _Played(labels, values, estimate, selection, seen[key], anew)
-                    # after the record, so that seen counts the gradients before
-                    seen[key] += 1
+                    if fresh and past_gradients[key] and _remembers(live[key]):
+                        anew = len(make_estimator(name, **keywords).select(values, ratio)[1])
+                    yield _Played(labels, values, estimate, selection, past_gradients[key], anew)
+                    # after the record, which counts the gradients before
+                    past_gradients[key] += 1
         on_progress()
 
 
@@ -380,16 +380,16 @@ _ROUNDING = 1e-9
 """Relative difference of two sums of squares that is one of rounding."""
 
 
-def _status(played: _Played, kept: int, best: _BestK) -> str:
+def _status(played: _Played, count: int, best: _BestK) -> str:
     """Return what there is to say of a count beside its number, or ``ok``."""
     if best.empty:
         return EMPTY
-    if best.infinite and kept > played.estimate.k:
+    if best.infinite and count > played.estimate.k:
         return INFINITE
-    if kept < played.estimate.k and played.estimate.threshold == 0:
+    if count < played.estimate.k and played.estimate.threshold == 0:
         return "all non-zero elements were kept: there are fewer than asked for"
     if "beyond" in played.estimate.details:
-        largest = "the largest replaces it" if kept else "nothing is kept"
+        largest = "the largest replaces it" if count else "nothing is kept"
         return f"no element reaches the rule's threshold: {largest}"
     return "ok"
 
@@ -400,22 +400,22 @@ class _BestK:
     def __init__(self, values: Array) -> None:
         self.values = values
         # the sum of logarithms is not needed
-        found = moments(values, log=False)
-        self._total, self.empty = found.sum_squares, not found.count
-        self.infinite = found.nonfinite > 0
-        self._kept: dict[int, float] = {}
+        sums = moments(values, log=False)
+        self._total, self.empty = sums.sum_squares, not sums.count
+        self.infinite = sums.nonfinite > 0
+        self._energies: dict[int, float] = {}
         self._design: dict[int, float] = {}
 
     def energy_error(self, selection: Selection, k: int) -> float:
         """Return ‖g − C(g)‖/σ_k − 1; NaN where best-k leaves nothing."""
         self._look(k)
-        kept = _energy(as_numpy(selection.values).astype(np.float64))
-        best = self._total - self._kept[k]
+        energy = _energy(as_numpy(selection.values).astype(np.float64))
+        best = self._total - self._energies[k]
         # also false for NaN; k may be all non-zero elements, which leaves nothing
         if not best > 1e-12 * self._total:
             return float("nan")
         # more than k elements may hold nearly all of the energy
-        error = math.sqrt(max(self._total - kept, 0.0) / best) - 1
+        error = math.sqrt(max(self._total - energy, 0.0) / best) - 1
         return 0.0 if abs(error) < _ROUNDING else error
 
     def design(self, k: int) -> float:
@@ -424,13 +424,13 @@ class _BestK:
         return self._design[k]
 
     def _look(self, k: int) -> None:
-        if k in self._kept:
+        if k in self._energies:
             return
         chosen = top_candidates(self.values, k)[1] if k else None
         magnitudes = [] if chosen is None else np.abs(as_numpy(chosen.values))
         # top_candidates keeps all ties at the threshold; only k elements count
         largest = np.sort(np.asarray(magnitudes, np.float64))[::-1][:k]
-        self._kept[k], self._design[k] = _energy(largest), math.nan
+        self._energies[k], self._design[k] = _energy(largest), math.nan
         if chosen is not None and (runs := numel_of(self.values) // RUN):
             # the last run is shorter than the others, and not counted
             counts = np.bincount(as_positions(chosen.indices) // RUN, minlength=runs)[:runs]
@@ -651,7 +651,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
         groups.setdefault(key, {}).setdefault(record["estimator"], []).append(far)
     if any(versus not in rules or len(rules) < 2 for rules in groups.values()):
         raise InputError(f"a comparison takes {versus!r} and another estimator: ask for both")
-    found = Records()
+    comparisons = Records()
     for (trace, ratio, kind, layer), rules in groups.items():
         for name, records in rules.items():
             if name == versus:
@@ -663,7 +663,7 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
             mine, other = (
                 [r for r in part if not common or (r["rank"], r["step"]) in common] for part in pair
             )
-            kept, error = (
+            difference, error = (
                 # step by step: both rules saw the same gradient
                 mean_interval(by_step(mine, field) - by_step(other, field))
                 for field in ("quality", "error")
@@ -671,19 +671,19 @@ def differences(series: Iterable[dict[str, Any]], versus: str) -> Records:
             labels = {"trace": trace, "estimator": name, "versus": versus, "ratio": ratio}
             labels |= {"kind": kind, "layer": layer, "n": len({r["step"] for r in mine})}
             record = labels | {
-                "difference": kept.mean,
-                "difference_low": kept.low,
-                "difference_high": kept.high,
+                "difference": difference.mean,
+                "difference_low": difference.low,
+                "difference_high": difference.high,
                 "error": error.mean,
                 "error_low": error.low,
                 "error_high": error.high,
                 "p_value": error.p_value,
                 "p_holm": math.nan,
-                "status": kept.reason or error.reason or "ok",
+                "status": difference.reason or error.reason or "ok",
             }
-            found.append(record)
-    add_holm(found, "p_value", "p_holm", ("trace", "kind"))
-    return found
+            comparisons.append(record)
+    add_holm(comparisons, "p_value", "p_holm", ("trace", "kind"))
+    return comparisons
 
 
 @shares(Spread)
@@ -751,7 +751,7 @@ def _stages(
         # a stage that keeps nothing is infinitely far off
         far = [abs(math.log(factor)) if factor else math.inf for factor in factors]
         for i, stage in enumerate(stages):
-            found = {"stage": i + 1, "asked": stage["ratio"], "got": shares[i]}
-            found |= {"factor": factors[i], "quality": math.prod(factors[: i + 1])}
-            records.append(played.labels | found | {"blame": far[i] == max(far)})
+            numbers = {"stage": i + 1, "asked": stage["ratio"], "got": shares[i]}
+            numbers |= {"factor": factors[i], "quality": math.prod(factors[: i + 1])}
+            records.append(played.labels | numbers | {"blame": far[i] == max(far)})
     return records

@@ -56,13 +56,13 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
     for record in series:
         key = tuple(record[n] for n in ("trace", "kind", "layer", "estimator"))
         groups.setdefault(key, {}).setdefault(record["ratio"], []).append(record)
-    found = Records()
+    records = Records()
     for (trace, kind, layer, estimator), ratios in groups.items():
         labels = {"trace": trace, "kind": kind, "layer": layer, "estimator": estimator}
-        found.append(labels | _judged(ratios))
+        records.append(labels | _judged(ratios))
     # rules that cannot be judged come last: NaN has no place in an order
-    found.sort(key=lambda r: (r["trace"], r["kind"], r["layer"], math.isnan(r["far"]), r["far"]))
-    return found
+    records.sort(key=lambda r: (r["trace"], r["kind"], r["layer"], math.isnan(r["far"]), r["far"]))
+    return records
 
 
 def _judged(ratios: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -118,12 +118,12 @@ def _rank_that_misses(rows: Sequence[dict[str, Any]]) -> tuple[int, _Over] | Non
         ranks.setdefault(r["rank"], []).append(r)
     if len(ranks) < 2:
         return None
-    logs = {rank: float(np.mean([*map(log_quality, own)])) for rank, own in ranks.items()}
+    logs = {rank: float(np.mean([*map(log_quality, records)])) for rank, records in ranks.items()}
     # of hundreds of ranks few need an interval
     far = [rank for rank, log in logs.items() if abs(log) > math.log(TOLERANCE)]
-    found = {rank: over for rank in far if _outside(over := _interval(ranks[rank]))}
-    worst = max(found, key=lambda rank: abs(logs[rank]), default=None)
-    return None if worst is None else (worst, found[worst])
+    misses = {rank: over for rank in far if _outside(over := _interval(ranks[rank]))}
+    worst = max(misses, key=lambda rank: abs(logs[rank]), default=None)
+    return None if worst is None else (worst, misses[worst])
 
 
 def _interval(rows: Sequence[dict[str, Any]]) -> _Over:

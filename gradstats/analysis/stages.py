@@ -33,7 +33,7 @@ def worst_stages(budget: Iterable[dict[str, Any]]) -> Records:
     for record in budget:
         gradients = rules.setdefault(tuple(record[n] for n in names), {})
         gradients.setdefault((record["step"], record["rank"]), []).append(record)
-    found = Records()
+    records = Records()
     for key, gradients in rules.items():
         each = [*gradients.values()]
         # adaptive rules change their number of stages from gradient to gradient
@@ -45,7 +45,7 @@ def worst_stages(budget: Iterable[dict[str, Any]]) -> Records:
         factors = [
             s["factor"] for stages in each for s in stages if s["blame"] and s["stage"] == worst
         ]
-        found.append(
+        records.append(
             dict(zip(names, key, strict=True))
             | {
                 "n": len(each),
@@ -57,4 +57,4 @@ def worst_stages(budget: Iterable[dict[str, Any]]) -> Records:
                 "factor": float(np.mean(factors)),
             }
         )
-    return found
+    return records

@@ -189,19 +189,19 @@ def wire(
     nvfp4
     """
     ways = list(_ways(formats, roundings, rotations, scales))
-    kept, opened = check_ratio(ratio), open_source(source)
+    ratio, opened = check_ratio(ratio), open_source(source)
     make_estimator(estimator)  # a name that is none is refused before anything is read
     seed, subset = check_seed(seed), subset_of(over)
     parameters, steps = subset.parameters(opened), _by_step(opened, subset)
     several: dict[tuple[Any, ...], list[Measured]] = {}
 
     def plan(submit: Submit, at: tuple[Kind, int]) -> Any:
-        return submit(_measured, opened, *at, steps[at], parameters, ways, kept, estimator, seed)
+        return submit(_measured, opened, *at, steps[at], parameters, ways, ratio, estimator, seed)
 
-    for (at, ranks), found in zip(
+    for (at, ranks), measurements in zip(
         steps.items(), evaluate(plan, steps, over["client"], "steps"), strict=True
     ):
-        for layer, way, measured in found:
+        for layer, way, measured in measurements:
             several.setdefault((at[0], layer, way, measured.ranks), []).append(measured)
         # progress is counted in gradients, of which a step has one a rank
         for _ in ranks:
@@ -209,7 +209,7 @@ def wire(
     # gradients one by one before their sum
     # sorting is stable: within each, formats stay in the order in which they were asked for
     order = sorted(several, key=lambda key: key[3])
-    labels = {"trace": opened.name, "ratio": kept}
+    labels = {"trace": opened.name, "ratio": ratio}
     return Wire(_record(labels, key, several[key]) for key in order)
 
 
@@ -229,7 +229,7 @@ def _measured(
 
     # the sum over ranks needs all of them at once
     vectors = [dict(layer_parts(source, source.read(r, kind, step), parameters)) for r in ranks]
-    found = []
+    measurements = []
     for layer in vectors[0]:
         sent = []
         for rank, vector in zip(ranks, vectors, strict=True):
@@ -239,8 +239,10 @@ def _measured(
                 chosen = make_estimator(estimator).select(values, ratio)[1]
             # each rank and step rounds with random numbers of its own, the same in every run
             sent.append(Message(values, (seed, step, rank), chosen))
-        found += [(layer, way, measured) for way in ways for measured in measure(way, sent, seed)]
-    return found
+        measurements += [
+            (layer, way, measured) for way in ways for measured in measure(way, sent, seed)
+        ]
+    return measurements
 
 
 def _by_step(source: Source, subset: Subset) -> dict[tuple[Kind, int], list[int]]:
@@ -268,10 +270,10 @@ def _ways(
 
     named = USUAL if formats is None else check_several(formats, "formats")
     rounds, sizes = check_several(roundings, "roundings"), check_several(rotations, "rotations")
-    given = None if scales is None else check_several(scales, "scales")
+    scales = None if scales is None else check_several(scales, "scales")
     for values, known, what in (
         (rounds, get_args(Rounding), "rounding"),
-        (given or (), get_args(Scale), "scale"),
+        (scales or (), get_args(Scale), "scale"),
     ):
         for value in values:
             if not isinstance(value, str) or value not in known:
@@ -289,7 +291,7 @@ def _ways(
         if form.scale == "float32":
             # without exponents, integers of one scale spend their range on the largest element: only on request
             choice = list(
-                dict.fromkeys(given or (("tensor", "block") if form.mantissa else ("block",)))
+                dict.fromkeys(scales or (("tensor", "block") if form.mantissa else ("block",)))
             )
         for scale in choice:
             at = form.whole() if scale == "tensor" else form

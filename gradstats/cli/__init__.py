@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         With 0; with 2 after one line on stderr about anything the user can mend; with 130 when interrupted, 143 when
         terminated.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    command_line = sys.argv[1:] if arguments is None else list(arguments)
     if arguments is None:
         # looking for cycles among all that the libraries made takes long, and a program that ends soon makes few
         gc.set_threshold(50_000)
@@ -198,11 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _load_plugins()
         # after the plugins, so that a file may use what they bring
-        given, files = _global_first(given)
+        command_line, files = _global_first(command_line)
         for file in files:  # now: what they bring may be a command
             load_file(file)
         # in standalone mode click would print errors itself and end the process
-        code = app(given, prog_name="gradstats", standalone_mode=False) or 0
+        code = app(command_line, prog_name="gradstats", standalone_mode=False) or 0
         # only as a program: a caller in Python keeps its signal handlers
         if code > 128 and arguments is None:
             _ignore_signals()

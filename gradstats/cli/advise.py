@@ -92,7 +92,7 @@ def advise(  # numpydoc ignore=PR01
     elif rtt is not None or compute is not None:
         raise InputError("--rtt and --compute are of a link: give --link, or --network")
     with connect(scheduler) as client:
-        found = advise(
+        advice = advise(
             opened,
             plans,
             optimizer=optimizer,
@@ -105,11 +105,11 @@ def advise(  # numpydoc ignore=PR01
     if plans:
         columns.insert(-1, "speedup")
     emit(
-        found.records,
+        advice.records,
         format,
         output,
         columns=columns,
         title="Settings that were measured",
         group_by=(),
-        answers=(f"{found.verdict.headline}.", *found.verdict.numbers.split("\n")),
+        answers=(f"{advice.verdict.headline}.", *advice.verdict.numbers.split("\n")),
     )

@@ -80,7 +80,7 @@ def compare(  # numpydoc ignore=PR01
 
     with connect(scheduler) as client, progress_bar() as bar:
         task = bar.add_task("comparing", total=None)
-        found = compare(
+        comparison = compare(
             a,
             b,
             steps=step,
@@ -93,9 +93,11 @@ def compare(  # numpydoc ignore=PR01
             client=client,
             on_progress=lambda: bar.advance(task),
         )
-    COMPARE.emit(found, format, output, [found.verdict[0].upper() + found.verdict[1:] + "."])
+    COMPARE.emit(
+        comparison, format, output, [comparison.verdict[0].upper() + comparison.verdict[1:] + "."]
+    )
     if format == "table":
-        for name, only in zip((a, b), found.unmatched, strict=True):
+        for name, only in zip((a, b), comparison.unmatched, strict=True):
             if only:
                 note(f"only in {name}: {', '.join(only[:5])}{', …' if len(only) > 5 else ''}")
 

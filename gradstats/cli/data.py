@@ -26,7 +26,7 @@ from gradstats.cli.options import (
     models_of,
     one_of,
 )
-from gradstats.cli.output import Table, given, note
+from gradstats.cli.output import Table, note, user_options
 from gradstats.errors import InputError
 
 if TYPE_CHECKING:
@@ -162,12 +162,12 @@ def import_(  # numpydoc ignore=PR01
 
     paths = [local(path) for path in source]
     dumps = dumps_of(paths, step_from_name, cast("Any", lists))
-    found = Dumps(dumps, paths[0].name, cast("Any", kind))
-    if found.remark:
-        note(f"{found.remark[0].upper()}{found.remark[1:]}.")
+    dump_source = Dumps(dumps, paths[0].name, cast("Any", kind))
+    if dump_source.remark:
+        note(f"{dump_source.remark[0].upper()}{dump_source.remark[1:]}.")
     with progress_bar() as bar:
         task = bar.add_task("import", total=len(dumps))
-        written = import_dumps(found, out, lambda: bar.advance(task))
+        written = import_dumps(dump_source, out, lambda: bar.advance(task))
     there = f"; {len(dumps) - written} were there" if written < len(dumps) else ""
     note(f"{written} of {len(dumps)} gradients imported into {out}{there}")
 
@@ -222,7 +222,7 @@ def report(  # numpydoc ignore=PR01
         for each in sources:
             # codecs are no option of a report, and are not timed
             cluster = cluster_of(network, link, rtt, each.numel, ratio, (), coded=False)
-            plans = plan(each, cluster, compute, workers, **given(ratios=ratio))
+            plans = plan(each, cluster, compute, workers, **user_options(ratios=ratio))
             for n in dict.fromkeys(workers):
                 advice.append(f"{each.name}: {advised([r for r in plans if r['workers'] == n])}")
         if link is not None:
@@ -270,7 +270,7 @@ def explore(  # numpydoc ignore=PR01
         if each.remark:
             note(f"{each.remark[0].upper()}{each.remark[1:]}.")
     wanted = {"ratios": ratio, "estimators": estimator, "models": models_of(model), "layers": layer}
-    over = given(**wanted, steps=step, ranks=rank, kinds=kind)
+    over = user_options(**wanted, steps=step, ranks=rank, kinds=kind)
     with connect(scheduler) as client:
         write_explorer(sources, output, **over, client=client)
     note(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

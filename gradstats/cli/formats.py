@@ -22,7 +22,7 @@ from gradstats.cli.options import (
     StepOption,
     one_of,
 )
-from gradstats.cli.output import MOST_ROWS, Records, Table, analyse, given, note
+from gradstats.cli.output import MOST_ROWS, Records, Table, analyse, note, user_options
 
 if TYPE_CHECKING:
     from gradstats.primitives.deltas import WeightType
@@ -155,7 +155,7 @@ def wire(  # numpydoc ignore=PR01
     answers: list[str] = []
 
     def work(sources: Sequence[Any], **over: Any) -> Records:
-        found: Records = []
+        rows: Records = []
         for each in sources:
             records = wire(
                 each,
@@ -163,7 +163,7 @@ def wire(  # numpydoc ignore=PR01
                 estimator=estimator,
                 seed=seed,
                 per_layer=per_layer,
-                **given(formats=to, roundings=rounding, rotations=rotation, scales=scale),
+                **user_options(formats=to, roundings=rounding, rotations=rotation, scales=scale),
                 **over,
             )
             for of in dict.fromkeys(r["kind"] for r in records):
@@ -171,11 +171,11 @@ def wire(  # numpydoc ignore=PR01
                 if brief:
                     names = dict.fromkeys(r["layer"] for r in records)
                     best = {n: records.smallest(limit, kind=of, layer=n) for n in names}
-                    found += [r for r in best.values() if r is not None]
+                    rows += [r for r in best.values() if r is not None]
                     _note_left(limit, [r for r in records if r["kind"] == of], best)
             if not brief:
-                found += records
-        return found
+                rows += records
+        return rows
 
     records = analyse(
         "rounding",
@@ -262,7 +262,7 @@ def delta(  # numpydoc ignore=PR01
     known = cast("WeightType | None", dtype)  # --dtype has checked it
     with connect(scheduler) as client, progress_bar() as bar:
         task = bar.add_task("comparing", total=None)
-        found = delta(
+        changes = delta(
             *checkpoints,
             dtype=known,
             rate=rate,
@@ -274,15 +274,15 @@ def delta(  # numpydoc ignore=PR01
             client=client,
             on_progress=lambda: bar.advance(task),
         )
-    records: Records = found
+    records: Records = changes
     if format == "table" and not everything:
-        records = [r for r in found if r["layer"] == "all"]
-        layers = sorted((r for r in found if r["layer"] != "all"), key=lambda r: -r["changed"])
+        records = [r for r in changes if r["layer"] == "all"]
+        layers = sorted((r for r in changes if r["layer"] != "all"), key=lambda r: -r["changed"])
         records += layers[:MOST_ROWS]
         if len(layers) > MOST_ROWS:
             note(f"the {MOST_ROWS} rows of most changes, of {len(layers)}; --all has every one")
     if format == "table" and output is None:
-        DELTA.emit(records, format, output, [f"{' → '.join(found.names)}: {found.verdict}."])
+        DELTA.emit(records, format, output, [f"{' → '.join(changes.names)}: {changes.verdict}."])
         typer.echo()
         SIZES.emit(records, format, output)
     else:
@@ -290,5 +290,5 @@ def delta(  # numpydoc ignore=PR01
         columns = (*DELTA.columns, *SIZES.columns[3:])
         Table(DELTA.title, columns, ()).emit(records, format, output)
     if format == "table":
-        for remark in found.remarks:
+        for remark in changes.remarks:
             note(f"{remark[0].upper()}{remark[1:]}.")

@@ -56,9 +56,9 @@ def one_of(what: str, names: Callable[[], Sequence[str]]) -> dict[str, Any]:
 
     def check(value: Any) -> Any:
         # a repeatable option gives a list, one that is absent None
-        for given in [value] if isinstance(value, str) else value or ():
-            if given not in names():
-                raise unknown(what, given, names())
+        for choice in [value] if isinstance(value, str) else value or ():
+            if choice not in names():
+                raise unknown(what, choice, names())
         return value
 
     return {"autocompletion": complete, "callback": check}
@@ -159,13 +159,13 @@ def _format_of(context: typer.Context, value: str) -> str:
     output = context.params.get("output")
     source = context.get_parameter_source("format")
     # a default format is not the user's choice, and gives way to the file's ending
-    given = source is not None and source.name != "DEFAULT"
+    is_explicit = source is not None and source.name != "DEFAULT"
     if output is None or not output.suffix:
         return value
     ending = output.suffix.lower()
-    if ending not in ENDINGS and not given:
+    if ending not in ENDINGS and not is_explicit:
         raise InputError(f"no format for {output}: name it {', '.join(ENDINGS)}, or give --format")
-    if given and ENDINGS.get(ending, value) != value:
+    if is_explicit and ENDINGS.get(ending, value) != value:
         raise InputError(f"--format {value} is not what {output} is named for: give one of them")
     return ENDINGS.get(ending, value)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from gradstats.trace.sources import Source
 
 __all__ = [
-    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "given", "note", "note_statuses"),
-    *("one_by_one", "worst_first"),
+    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "note", "note_statuses"),
+    *("one_by_one", "user_options", "worst_first"),
 ]
 
 Records: TypeAlias = list[dict[str, Any]]
@@ -257,7 +257,7 @@ def worst_first(records: Records, name: str, first: Sequence[str] = ("all",)) ->
     return shown
 
 
-def given(**options: Any) -> dict[str, Any]:
+def user_options(**options: Any) -> dict[str, Any]:
     """Return the options that were given, so that the function that takes them has the say about the others.
 
     Parameters
@@ -294,8 +294,8 @@ def one_by_one(
     callable
         Function of the sources that joins their records.
     """
-    return lambda sources, **given: [
-        record for s in sources for record in records_of(s, *arguments, **options, **given)
+    return lambda sources, **over: [
+        record for s in sources for record in records_of(s, *arguments, **options, **over)
     ]
 
 
@@ -364,18 +364,18 @@ def analyse(
     # once for each source, and before the work, which may take long
     if rough:
         note(f"Sketches ({', '.join(rough)}): {SKETCHED}.")
-    given: dict[str, Any] = {"steps": steps, "ranks": ranks, "kinds": known}
+    over: dict[str, Any] = {"steps": steps, "ranks": ranks, "kinds": known}
     if layers:
-        given["layers"] = layers
+        over["layers"] = layers
     with ExitStack() as stack:
         if scheduler is not None:
             from gradstats.analysis.pieces import connect
 
-            given["client"] = stack.enter_context(connect(scheduler))
+            over["client"] = stack.enter_context(connect(scheduler))
         bar = stack.enter_context(progress_bar())
         task = bar.add_task(title, total=len(keys))
-        given["on_progress"] = lambda: bar.advance(task)
+        over["on_progress"] = lambda: bar.advance(task)
         # one may hold the last step of another in between
         if ends:
-            return [r for s in sources for r in work([s], **given | {"steps": ends[s]})]
-        return work(sources, **given)
+            return [r for s in sources for r in work([s], **over | {"steps": ends[s]})]
+        return work(sources, **over)

@@ -29,7 +29,7 @@ from gradstats.cli.options import (
     one_of,
     trained,
 )
-from gradstats.cli.output import Records, emit, given, note
+from gradstats.cli.output import Records, emit, note, user_options
 from gradstats.errors import InputError
 
 if TYPE_CHECKING:
@@ -176,7 +176,9 @@ def plan(  # numpydoc ignore=PR01
             cluster,
             compute,
             workers,
-            **given(ratios=ratio, compressors=compressor, rates=rates, local_steps=local_steps),
+            **user_options(
+                ratios=ratio, compressors=compressor, rates=rates, local_steps=local_steps
+            ),
             fragments=fragments,
             delay=delay,
             codec=codec,
@@ -243,19 +245,19 @@ def _shown(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record with its break-even bandwidths in words."""
     from gradstats.network import doubtful
 
-    found: dict[str, Any] = {
+    cells: dict[str, Any] = {
         name: "never" if math.isinf(value) else "any" if not value else _rounded(value)
         for name, value in record.items()
         if name.startswith("bandwidth_")
     }
     for name, at in (("pays", "break_even"), ("codec_pays", "codec_break_even")):
         side = record[name]
-        found[name] = (
+        cells[name] = (
             f"{side} {_rounded(record[at])}" if side in ("below", "above") else side or "–"
         )
     if record["pays"] and doubtful(record):
-        found["pays"] += "?"
-    return record | found
+        cells["pays"] += "?"
+    return record | cells
 
 
 def _rounded(number: float) -> str:
@@ -306,10 +308,10 @@ def only_source(path: Path | str) -> Source:
     """
     from gradstats.trace.sources import open_sources
 
-    found = open_sources(path)
-    if len(found) > 1:
+    sources = open_sources(path)
+    if len(sources) > 1:
         raise InputError(f"{path} holds several traces; give one of them")
-    return found[0]
+    return sources[0]
 
 
 def cluster_of(

@@ -89,7 +89,7 @@ def _layer(source: Source, asked: Asked) -> str:
     return names[0] if names else "all"
 
 
-def _said(layer: str) -> str:
+def _layer_suffix(layer: str) -> str:
     """Return a layer as it is said behind what is drawn."""
     return "" if layer == "all" else f", {layer}"
 
@@ -108,7 +108,7 @@ def _one(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Any:
     for part in source.layers:
         if part.name == layer:
             captured = replace(captured, values=captured.values[part.slice])
-    return captured, f"{source.name}, {kind}, step {step}, rank {rank}{_said(layer)}"
+    return captured, f"{source.name}, {kind}, step {step}, rank {rank}{_layer_suffix(layer)}"
 
 
 def _fitted(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:
@@ -136,7 +136,7 @@ def _several(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawi
     vectors, most, what = {}, len(over["steps"] or (0, 0, 0)), []
     for source in sources:
         keys, layer = Subset(**over).keys(source), _layer(source, asked)
-        what.append(source.name + _said(layer))
+        what.append(source.name + _layer_suffix(layer))
         rank = keys[0][0]
         for kind in dict.fromkeys(kind for _, kind, _ in keys):
             steps = evenly([s for r, k, s in keys if (r, k) == (rank, kind)], most)
@@ -167,7 +167,7 @@ def _overview(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Draw
     sketches = sketches_of(source, shown, asked.client, layer)
     steps = {step: s for (*_, step), s in sketches.items()}
     options = {"ratios": [*asked.ratios]} if asked.ratios else {}
-    return (steps,), options, f"{source.name}, {kind}, rank {rank}{_said(layer)}"
+    return (steps,), options, f"{source.name}, {kind}, rank {rank}{_layer_suffix(layer)}"
 
 
 def _training(
@@ -211,7 +211,7 @@ def _quality(sources: list[Source], asked: Asked, over: dict[str, Any], *, steps
         # one ratio in a figure: without a choice the smallest
         ratios = ratios[-1:]
         what += f", ratio {ratios[0]:g}"
-    found = (quality_series if steps else quality)(
+    records = (quality_series if steps else quality)(
         source,
         ratios,
         rules,
@@ -219,7 +219,7 @@ def _quality(sources: list[Source], asked: Asked, over: dict[str, Any], *, steps
         client=asked.client,
         **over | {"kinds": [kind]},
     )
-    return ([r for r in found if r["layer"] == layer],), {}, what + _said(layer)
+    return ([r for r in records if r["layer"] == layer],), {}, what + _layer_suffix(layer)
 
 
 def _records(
@@ -264,10 +264,10 @@ def _from_file(path: Path, of: str) -> Records:
     try:
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines() if path.suffix == ".jsonl" else [text]
-        found = [json.loads(line) for line in lines]
+        documents = [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}") from None
-    records = found if path.suffix == ".jsonl" else found[0]
+    records = documents if path.suffix == ".jsonl" else documents[0]
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise InputError(f"{path} is not JSON of gradstats {of}")
     # the largest gradient, with the fewest threads
@@ -480,8 +480,8 @@ def plot(  # numpydoc ignore=PR01
         def work(sources: list[Source], *, client: Any = None, **_: Any) -> Any:
             return chosen.read(sources, replace(asked, client=client), over)
 
-        found: Any = analyse("reading", source, work, scheduler=scheduler, layers=layer, **over)
-        drawing = found
+        result: Any = analyse("reading", source, work, scheduler=scheduler, layers=layer, **over)
+        drawing = result
     arguments, options, what = drawing
     size = width * _MM, (height or chosen.tall * width) * _MM
     with styled(style, context) as canvas:

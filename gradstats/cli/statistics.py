@@ -34,10 +34,10 @@ from gradstats.cli.output import (
     Records,
     Table,
     analyse,
-    given,
     note,
     note_statuses,
     one_by_one,
+    user_options,
     worst_first,
 )
 from gradstats.errors import InputError
@@ -179,15 +179,17 @@ def fit(  # numpydoc ignore=PR01
     table = FITS
     if brief and not bootstrap:
         answers, named = _closest_laws(records, source, models_of(model), method, step, rank, kind)
-        own = closest(records)
+        best_fits = closest(records)
         # with --layer the question is about these layers, each with its own nearest law
         named = [] if layer else named
         whole = {(r["trace"], r["kind"]) for r in named}
-        judged = {(r["trace"], r["kind"]) for r in own if r["layer"] != "all"}
+        judged = {(r["trace"], r["kind"]) for r in best_fits if r["layer"] != "all"}
         # a law by layer has a row of each, unless each layer's own nearest is asked for
         named = [r for r in named if r["layer"] == "all" or (r["trace"], r["kind"]) not in judged]
-        own = [r for r in own if r["layer"] != "all" or (r["trace"], r["kind"]) not in whole]
-        shown = worst_first(named + own, "tail_error")
+        best_fits = [
+            r for r in best_fits if r["layer"] != "all" or (r["trace"], r["kind"]) not in whole
+        ]
+        shown = worst_first(named + best_fits, "tail_error")
         by_layer = any(r["layer"] != "all" for r in shown)
         which = "; of a layer the model of the smallest tail error" if judged and by_layer else ""
         which += "; worst layers first" if by_layer else ""
@@ -282,13 +284,13 @@ def closest(records: Records) -> Records:
     for record in records:
         key = tuple(record[label] for label in ("trace", "step", "rank", "kind", "layer"))
         groups.setdefault(key, []).append(record)
-    found = []
+    best_fits = []
     for group in groups.values():
         # of the smallest layers tail errors are not known
         best = min(group, key=lambda r: tuple((isnan(r[n]), r[n]) for n in ("tail_error", "ks")))
         name = best["model"] if not isnan(best["ks"]) else "none"
-        found.append(best | {"model": name, "params": _symbols(best)})
-    return found
+        best_fits.append(best | {"model": name, "params": _symbols(best)})
+    return best_fits
 
 
 def _note_rest(records: Records, shown: Records) -> None:
@@ -326,7 +328,7 @@ def compressibility(  # numpydoc ignore=PR01
     records = analyse(
         "decay",
         source,
-        lambda sources, **given: decay.compressibility_records(sources, limits, **given),
+        lambda sources, **over: decay.compressibility_records(sources, limits, **over),
         scheduler=scheduler,
         steps=step,
         ranks=rank,
@@ -490,7 +492,7 @@ def drift(  # numpydoc ignore=PR01
     from gradstats.analysis import drift
     from gradstats.analysis.verdicts import movement
 
-    asked = given(quantities=quantity, models=models_of(model), ratios=ratio)
+    asked = user_options(quantities=quantity, models=models_of(model), ratios=ratio)
     work = one_by_one(drift.drift, **asked, per_layer=per_layer)
     records = analyse(
         "measuring",

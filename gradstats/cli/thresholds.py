@@ -22,7 +22,7 @@ from gradstats.cli.options import (
     StepOption,
     one_of,
 )
-from gradstats.cli.output import Table, analyse, given, note, one_by_one
+from gradstats.cli.output import Table, analyse, note, one_by_one, user_options
 from gradstats.errors import InputError
 from gradstats.tables import Records
 
@@ -157,7 +157,7 @@ def quality(  # numpydoc ignore=PR01
     # differences need the series of the other rule, too
     if estimator and versus and versus not in estimator:
         estimator = [*estimator, versus]
-    asked = given(ratios=ratio, estimators=estimator)
+    asked = user_options(ratios=ratio, estimators=estimator)
     work = one_by_one(records_of, **asked, options=options, per_layer=per_layer)
     records = analyse(
         "quality",
@@ -213,9 +213,9 @@ def _answered(
     for (trace, kind), each in gradients.items():
         mine = [r for r in series if (r["trace"], r["kind"], r["layer"]) == (trace, kind, "all")]
         answers.append(f"{trace}, {kind}: {which_rule(each)}{counting_rules(mine)}")
-        names, said = left_out(each) if brief else ((), "")
+        names, reasons = left_out(each) if brief else ((), "")
         hidden |= {(trace, kind, name) for name in names}
-        answers[-1] += f" {said}" if said else ""
+        answers[-1] += f" {reasons}" if reasons else ""
     shown = [r for r in summary if (r["trace"], r["kind"], r["estimator"]) not in hidden]
     shown.sort(key=lambda r: place[tuple(r[n] for n in _RULE)])
     return answers, shown
@@ -381,17 +381,17 @@ def _gradients(
     from gradstats.trace.sources import Subset, matching, open_sources
 
     known = cast("list[Kind] | None", kinds)  # --kind has checked them
-    found: dict[str, list[list[Array]]] = {}
+    gradients: dict[str, list[list[Array]]] = {}
     for each in matching(open_sources(source), steps=steps, ranks=ranks, kinds=known):
-        for own, of, at in Subset(steps, ranks, known).keys(each):
-            if each.sketched(own, of):
+        for rank, of, at in Subset(steps, ranks, known).keys(each):
+            if each.sketched(rank, of):
                 raise InputError(f"{each.name} has sketches, and rules are timed on gradients")
-            several = found.setdefault(f"{each.name} {of} of rank {own}", [])
+            several = gradients.setdefault(f"{each.name} {of} of rank {rank}", [])
             if len(several) < most:
-                values = each.read(own, of, at).values
+                values = each.read(rank, of, at).values
                 parts = [values[layer.slice] for layer in each.layers if layer.numel]
                 several.append(parts if per_layer else [values])
-    return found
+    return gradients
 
 
 def _sizes(workload: str) -> list[int]:

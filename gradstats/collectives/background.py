@@ -46,11 +46,11 @@ class Pending(Generic[T]):
 
     def result(self) -> T:
         """Return the result, or raise what the exchange raised; this thread's stream waits for it, not the host."""
-        found, follow = self._future.result()
+        outcome, follow = self._future.result()
         follow()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def end(self) -> None:
         """Wait until it has ended, whatever it raised."""
@@ -106,10 +106,10 @@ class Background:
             with module.stream(stream):
                 stream.wait_event(ready)
                 # the stream is asked for when the result is, in the caller's thread
-                found = _caught(exchange, lambda: module.current_stream(device).wait_event(done))
+                result = _caught(exchange, lambda: module.current_stream(device).wait_event(done))
                 # reached after an error, too
                 done.record(stream)
-            return found
+            return result
 
         # events order the two streams: submitting makes the host wait for neither
         return Pending(self._thread.submit(run, there), exchange)

@@ -124,9 +124,9 @@ class Codec:
 
     def __post_init__(self) -> None:
         for field, known in (("indices", INDICES), ("values", VALUES)):
-            given = getattr(self, field)
-            if given not in known:
-                raise InputError(f"{field} travel as {', '.join(known)}, not {shown(given)}")
+            name = getattr(self, field)
+            if name not in known:
+                raise InputError(f"{field} travel as {', '.join(known)}, not {shown(name)}")
 
     def only(self, codecs: Collection[str]) -> Codec:
         """Return the codec of nothing but what may be coded.
@@ -199,20 +199,20 @@ class Codec:
         if self.indices == "plain" or not indices.numel():
             return _plain(indices, numel)
         there = _by_operators(indices)
-        own = indices if there else indices.cpu()
-        found: torch.Tensor | None
+        positions = indices if there else indices.cpu()
+        words: torch.Tensor | None
         if self.indices == "chunk":
             # not longer than what takes its place: positions as they are, and the word that says so
-            found = chunk_encode(own, 1 + PLAIN.index_words(indices.numel(), numel))
-            if found is None:  # a reach of 0 chunks says so
+            words = chunk_encode(positions, 1 + PLAIN.index_words(indices.numel(), numel))
+            if words is None:  # a reach of 0 chunks says so
                 plain = _plain(indices, numel)
                 return torch.cat([plain.new_zeros(1), plain])
         elif there:
             # the bits of the host's coder, so that ranks with different devices can read each other
-            found = codec_operators.rice_encode(own)
+            words = codec_operators.rice_encode(positions)
         else:
-            found = torch.from_numpy(rice_encode(own.contiguous().numpy()).view(np.int32))
-        return found if there else found.to(indices.device)
+            words = torch.from_numpy(rice_encode(positions.contiguous().numpy()).view(np.int32))
+        return words if there else words.to(indices.device)
 
     def unpack_indices(
         self, words: torch.Tensor, count: int, numel: int, rank: int = 0
@@ -260,22 +260,22 @@ class Codec:
         """Return positions that travelled as gaps, or within chunks if not as they are, and the words they take."""
         # a reach of 0: the sender found chunks to take more words than plain positions
         if self.indices == "chunk" and words.numel() and not words[0]:
-            found, used = PLAIN.unpack_indices(words[1:], count, numel, rank)
-            return found, 1 + used
+            indices, used = PLAIN.unpack_indices(words[1:], count, numel, rank)
+            return indices, 1 + used
         there = _by_operators(words)
-        own = words if there else words.cpu()
+        codes = words if there else words.cpu()
         try:
             if self.indices == "chunk":
-                found, used = chunk_decode(own, count, numel)
+                indices, used = chunk_decode(codes, count, numel)
             elif there:
-                found, used = codec_operators.rice_decode(own, count, numel)
+                indices, used = codec_operators.rice_decode(codes, count, numel)
             else:
-                gaps, used = rice_decode(own.numpy().view(np.uint32), count, numel)
-                found = torch.from_numpy(gaps)
+                gaps, used = rice_decode(codes.numpy().view(np.uint32), count, numel)
+                indices = torch.from_numpy(gaps)
         except ValueError as error:
             # decoders know nothing of ranks, and raise it for words that no encoder makes
             raise damaged(rank, str(error)) from None
-        return found if there else found.to(words.device), used
+        return indices if there else indices.to(words.device), used
 
     def pack_values(self, values: torch.Tensor) -> torch.Tensor:
         """Return values as words.

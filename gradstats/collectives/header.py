@@ -235,14 +235,14 @@ def damaged(rank: int, why: str) -> ExchangeError:
     return ExchangeError(f"the message of rank {rank} is damaged: {why}")
 
 
-def read_headers(rows: torch.Tensor, own: Header, rank: int) -> list[Header]:
+def read_headers(rows: torch.Tensor, header: Header, rank: int) -> list[Header]:
     """Return the headers that all ranks sent.
 
     Parameters
     ----------
     rows : int32 tensor, shape (ranks, 8)
         What arrived.
-    own : Header
+    header : Header
         What this rank sent.
     rank : int
         This rank.
@@ -269,10 +269,10 @@ def read_headers(rows: torch.Tensor, own: Header, rank: int) -> list[Header]:
         # another program's, or another version's, is no kind of this one
         known = word >> 8 == _MAGIC << 8 | WIRE
         headers.append(Header(word & 0xFF if known else -1, length, flag, step, details, body))
-    # the body's checksum is made when the message is written, and `own` does not have it
-    came = replace(headers[rank], body=own.body)
-    if came != own:
-        raise damaged(rank, f"it came back as {came.length} words, and {own.length} were sent")
+    # the body's checksum is made when the message is written, and `header` does not have it
+    came = replace(headers[rank], body=header.body)
+    if came != header:
+        raise damaged(rank, f"it came back as {came.length} words, and {header.length} were sent")
     return headers
 
 
@@ -361,8 +361,8 @@ def checksum(words: torch.Tensor) -> torch.Tensor:
     """
     if _in_memory(words):
         rows = words.flatten(0, -2) if words.dim() > 1 else words[None]
-        found = torch.tensor([_sum(row) for row in rows], dtype=torch.int32)
-        return found.view(words.shape[:-1])
+        checksums = torch.tensor([_sum(row) for row in rows], dtype=torch.int32)
+        return checksums.view(words.shape[:-1])
     weights = _weights.get(words.device)
     if weights is None:
         weights = _weights[words.device] = torch.from_numpy(_WEIGHTS).to(words.device)
@@ -443,9 +443,9 @@ def check_bodies(bodies: Sequence[torch.Tensor], sums: Sequence[int]) -> None:
         If one did not.
     """
     if all(map(_in_memory, bodies)):
-        found = [_sum(body) for body in bodies]
+        checksums = [_sum(body) for body in bodies]
     else:  # one transfer from a device for all ranks
-        found = torch.stack([checksum(body) for body in bodies]).tolist()
-    for rank, (expected, actual) in enumerate(zip(sums, found, strict=True)):
+        checksums = torch.stack([checksum(body) for body in bodies]).tolist()
+    for rank, (expected, actual) in enumerate(zip(sums, checksums, strict=True)):
         if expected != actual:
             raise damaged(rank, "what it carries does not have its checksum")

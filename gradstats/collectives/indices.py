@@ -113,10 +113,10 @@ class IndexAllGather:
             if len(each) < len(head) or (not coded and len(rest) % width):
                 raise damaged(rank, "it ends in the middle of a position")
             count = int(each[1]) if coded else len(rest) // width
-            found, used = self.codec.unpack_indices(rest, count, numel, rank)
+            rank_positions, used = self.codec.unpack_indices(rest, count, numel, rank)
             if used != len(rest):
                 raise damaged(rank, f"its {count} positions end before it does")
-            positions.append(found)
+            positions.append(rank_positions)
         return GatheredIndices(
             indices=positions,
             numbers=[float(each[:1].view(torch.float32)) for each in gathered.words],

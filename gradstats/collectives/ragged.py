@@ -140,12 +140,12 @@ class RaggedAllGather:
         if length > _MOST:
             # more than a header can say: the others are told, as they would wait for this rank
             words, length = words[:0], _TOO_MANY
-        own = Header.now(self._kind, length, flag)
+        header = Header.now(self._kind, length, flag)
         # the checksum is of all words, also of those that a second message carries
-        message = torch.cat([own.words(words), words[:capacity]])
+        message = torch.cat([header.words(words), words[:capacity]])
         first = _exchange(message, HEADER_WORDS + capacity, group)
         parts = [first]
-        headers = read_headers(first[:, :HEADER_WORDS], own, dist.get_rank(group))
+        headers = read_headers(first[:, :HEADER_WORDS], header, dist.get_rank(group))
         # first, as differing moments lead to an exchange of texts, which takes ranks of one kind
         check_kinds(headers)
         check_moments(headers, group, words.device)

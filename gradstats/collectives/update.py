@@ -34,7 +34,7 @@ class SparseUpdate:
     def __init__(self) -> None:
         self.vector = torch.empty(0)
         # for _union(), which leaves it False everywhere
-        self._seen = torch.empty(0, dtype=torch.bool)
+        self._marks = torch.empty(0, dtype=torch.bool)
         self.written: list[torch.Tensor] = []
 
     def begin(self, like: torch.Tensor) -> None:
@@ -45,10 +45,10 @@ class SparseUpdate:
         like : tensor, shape (d,)
             A gradient, whose shape, dtype and device the update gets.
         """
-        kept = self.vector
-        if (kept.shape, kept.dtype, kept.device) != (like.shape, like.dtype, like.device):
+        vector = self.vector
+        if (vector.shape, vector.dtype, vector.device) != (like.shape, like.dtype, like.device):
             self.vector = torch.zeros_like(like)
-            self._seen = torch.zeros_like(like, dtype=torch.bool)
+            self._marks = torch.zeros_like(like, dtype=torch.bool)
         elif self._many():
             self.vector.zero_()
         else:
@@ -134,16 +134,16 @@ class SparseUpdate:
     def _union(self) -> int:
         if self._many():
             for positions in self.written:
-                self._seen[positions] = True
-            count = int(self._seen.count_nonzero())
-            self._seen.zero_()
+                self._marks[positions] = True
+            count = int(self._marks.count_nonzero())
+            self._marks.zero_()
             return count
         count = 0
         for positions in self.written:
             # positions repeat between selections, not within one
-            fresh = positions[~self._seen[positions]]
-            self._seen[fresh] = True
+            fresh = positions[~self._marks[positions]]
+            self._marks[fresh] = True
             count += fresh.numel()
         for positions in self.written:
-            self._seen[positions] = False
+            self._marks[positions] = False
         return count

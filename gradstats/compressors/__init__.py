@@ -367,5 +367,5 @@ def make_compressor(
         return as_compressor(make_selector(rule, ratio, **options), **codec)
     build: Any = cls
     with options_of("compressor", name):
-        given = {**variant, **options}
-        return build(ratio, **given) if cls.has_ratio else build(**given)  # type: ignore[no-any-return]
+        arguments = {**variant, **options}
+        return build(ratio, **arguments) if cls.has_ratio else build(**arguments)  # type: ignore[no-any-return]

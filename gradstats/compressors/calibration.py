@@ -165,16 +165,20 @@ class Calibration:
             messages = _messages(way, self.deliveries, costs, whole, self.codec)
             return simulate(messages, overlap=self.overlap and corrected.is_cpu).seconds
 
-        found = ways(self.deliveries, costs, self.ratio)
+        candidates = ways(self.deliveries, costs, self.ratio)
         # the way in which the timed steps were sent
-        least = next(w for w in found if not w.whole and set(w.ratios) == {self.ratio})
+        least = next(w for w in candidates if not w.whole and set(w.ratios) == {self.ratio})
         # what is not simulated, and the same for every way: forward pass, optimizer, data
         outside = max(0.0, step - seconds_of(least))
-        seconds = [outside + seconds_of(way) for way in found]
+        seconds = [outside + seconds_of(way) for way in candidates]
         # the reference is tried however slow it is predicted: the others are compared with it
-        limit, safe = _WORTH_A_TRIAL * min(seconds), reference(found, seconds)
-        others = [w for w, s in zip(found, seconds, strict=True) if s <= limit and w != found[safe]]
-        self.trials = [Trial(way) for way in (found[safe], *others)]
+        limit, safe = _WORTH_A_TRIAL * min(seconds), reference(candidates, seconds)
+        others = [
+            w
+            for w, s in zip(candidates, seconds, strict=True)
+            if s <= limit and w != candidates[safe]
+        ]
+        self.trials = [Trial(way) for way in (candidates[safe], *others)]
         return self.trials[0]
 
     def following(
@@ -200,10 +204,10 @@ class Calibration:
             # all ranks have tried the same ways equally often, so the shapes agree
             rounds = torch.tensor([t.seconds for t in trials], dtype=torch.float64, device=device)
             agreed = all_reduce_mean(rounds, group).cpu().numpy()
-            found = [trial.way for trial in trials]
-            self.measured = list(zip(found, np.median(agreed, axis=1).tolist(), strict=True))
+            candidates = [trial.way for trial in trials]
+            self.measured = list(zip(candidates, np.median(agreed, axis=1).tolist(), strict=True))
             # predict() put the reference first
-            following = trials[preferred(found, agreed, 0)]
+            following = trials[preferred(candidates, agreed, 0)]
             # tells LAGS that it has the answer
             self.trials = []
         return following
@@ -291,15 +295,15 @@ def _messages(
         if way.whole
         else deliveries
     )
-    found = []
+    messages = []
     for row, ratio in zip(rows, way.ratios, strict=True):
         # every layer sends one element at least
         count = max(ratio * row.numel, len(row.layers))
         if sends_dense(round(count), round(count), row.numel, numel, codec):
-            found.append(replace(row, select=0.0, communicate=costs.dense(row.numel)))
+            messages.append(replace(row, select=0.0, communicate=costs.dense(row.numel)))
         else:
-            found.append(replace(row, communicate=costs.sparse(count)))
-    return found
+            messages.append(replace(row, communicate=costs.sparse(count)))
+    return messages
 
 
 def probe(like: torch.Tensor, largest: int, codec: Codec, group: dist.ProcessGroup | None) -> Costs:

@@ -90,7 +90,7 @@ class Cascading(SignCompressor):
         started = time.perf_counter()
         ring = Ring(group)
         # after the flags: a refused step draws nothing
-        generator = self._own.generator(dist.get_rank(group), corrected.device)
+        generator = self._random.generator(dist.get_rank(group), corrected.device)
         local = split(corrected, ring.size)
         compressing = 0.0
 
@@ -106,14 +106,14 @@ class Cascading(SignCompressor):
             compressing += time.perf_counter() - begun
             return message
 
-        def decoded(message: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        def decoded(message: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             packed, scale = read_message(message)
-            return signed(packed, own.numel(), scale, own.dtype)
+            return signed(packed, values.numel(), scale, values.dtype)
 
         def prepare(index: int, _: int) -> Callable[[torch.Tensor], torch.Tensor]:
-            own = local[index]
-            # Q(received + own): nothing of it can be done before the message is there
-            return lambda received: compress(decoded(received, own).add_(own))
+            values = local[index]
+            # Q(received + values): nothing of it can be done before the message is there
+            return lambda received: compress(decoded(received, values).add_(values))
 
         # An empty part sends nothing, not even a scale.
         parts = [
@@ -129,8 +129,8 @@ class Cascading(SignCompressor):
             parts[ring.position] = compress(local[ring.position])
         ring.all_gather(parts, ring.reduce_scatter(parts, prepare))
         total = [
-            decoded(part, own) if part.numel() else own
-            for part, own in zip(parts, local, strict=True)
+            decoded(part, values) if part.numel() else values
+            for part, values in zip(parts, local, strict=True)
         ]
         mean = torch.cat(total).div_(ring.size)
         numel = corrected.numel()

@@ -115,8 +115,8 @@ class CLTk(Compressor):
         chosen = time.perf_counter()
         broadcast(message, leader, group)
         # one transfer from a device
-        count, sent, found = torch.stack([*message[:_HEAD], checksum(body)]).tolist()
-        if sent != found ^ count:
+        count, sent, digest = torch.stack([*message[:_HEAD], checksum(body)]).tolist()
+        if sent != digest ^ count:
             raise damaged(leader, "what it carries does not have its checksum")
         if not 0 <= count <= k:
             raise damaged(leader, f"it claims {count} positions, of {k} at most")
@@ -125,7 +125,7 @@ class CLTk(Compressor):
         mean = self._update.average(corrected, indices, group)
         # after all exchanges: a step that failed keeps its leader
         self._step += 1
-        own = count * corrected.element_size()
+        value_bytes = count * corrected.element_size()
         return Reduced(
             flags=flags,
             mean=mean,
@@ -134,7 +134,7 @@ class CLTk(Compressor):
             threshold=threshold,
             selected=count,
             union=count,
-            bytes_sent=own + leading * message.numel() * message.element_size(),
+            bytes_sent=value_bytes + leading * message.numel() * message.element_size(),
             select_seconds=chosen - before,
             communicate_seconds=time.perf_counter() - chosen + before - started,
         )

@@ -89,9 +89,9 @@ def contraction(gradient: torch.Tensor, sent: torch.Tensor, ratio: float) -> Con
     # in float64, as squares of small float32 numbers would vanish
     g, c = gradient.double(), sent.double()
     energy = float(g.square().sum())
-    kept = int(sent.count_nonzero()) / max(1, sent.numel())
+    fraction = int(sent.count_nonzero()) / max(1, sent.numel())
     left = float((c - g).square().sum()) / energy if energy > 0 else math.nan
-    return Contraction(left, kept, 1 - ratio, 1 - kept)
+    return Contraction(left, fraction, 1 - ratio, 1 - fraction)
 
 
 def random_ratio(

@@ -227,20 +227,20 @@ def _mean_of_parts(
 ) -> tuple[torch.Tensor, int]:
     """Return the mean and the bytes sent for it; what rounding the own part took off is added to the residual."""
     rank, world, numel = dist.get_rank(group), dist.get_world_size(group), residual.numel()
-    own = torch.zeros(size, device=residual.device)
+    part = torch.zeros(size, device=residual.device)
     # each with a checksum behind it
     messages = torch.cat([messages, checksum(messages)[:, None]], dim=1)
     rows = all_to_all(messages, group)
     check_bodies([*rows[:, :-1]], rows[:, -1].tolist())
     for words in rows[:, :-1]:
-        own.add_(codec.unpack_values(words, size), alpha=1 / world)  # a sum could leave the range
-    message = codec.pack_values(codec.rounded(own))
+        part.add_(codec.unpack_values(words, size), alpha=1 / world)  # a sum could leave the range
+    message = codec.pack_values(codec.rounded(part))
     # all ranks decode the same bytes, each also its own: replicas get the same bits
     parts = [codec.unpack_values(words, size) for words in all_gather_checked(message, group)]
     # the last parts may end, or even begin, behind the gradient
     start, stop = (min(i * size, numel) for i in (rank, rank + 1))
     # times the ranks: the mean will divide by their number what this rank alone adds
-    residual[start:stop] += world * (own - parts[rank])[: stop - start]
+    residual[start:stop] += world * (part - parts[rank])[: stop - start]
     # with the part to itself, and one word more for the checksum behind the mean
     sent = (messages.numel() + message.numel() + 1) * message.element_size()
     return torch.cat(parts)[:numel].to(residual.dtype), sent

@@ -90,11 +90,11 @@ def hiding_ratios(
         affordable = budget / (per_element * elements)
     if dense is None:
         return np.clip(affordable, smallest, 1.0)
-    kept = np.clip(affordable, smallest, max(smallest, 0.5))
+    ratios = np.clip(affordable, smallest, max(smallest, 0.5))
     # nothing is selected for it, so it has all of the backward pass to hide behind
     whole = dense[0] + dense[1] * elements
-    sparse = np.asarray(select, float) + latency + per_element * elements * kept
-    return np.where(whole <= np.maximum(sparse, np.asarray(backward, float)), 1.0, kept)
+    sparse = np.asarray(select, float) + latency + per_element * elements * ratios
+    return np.where(whole <= np.maximum(sparse, np.asarray(backward, float)), 1.0, ratios)
 
 
 def pipelining_bound(forward: float, backward: float, communicate: float) -> float:
@@ -355,7 +355,7 @@ def ways(messages: Sequence[Delivery], costs: Costs, smallest: float = 0.001) ->
         smallest,
         (costs.latency + costs.dense_latency, costs.dense_per_element),
     )
-    found = []
+    candidates = []
     for whole, ratios in (
         (False, hiding),
         (False, np.full(numel.shape, smallest)),
@@ -369,20 +369,20 @@ def ways(messages: Sequence[Delivery], costs: Costs, smallest: float = 0.001) ->
             else np.maximum(ratios * numel, layers).sum()
         )
         # `sent` of a whole is that of the smallest ratio, also where it is dense
-        kept = numel.sum() if (ratios == 1).all() else sent
-        found.append(Way(whole, tuple(ratios.tolist()), float(kept)))
+        elements = numel.sum() if (ratios == 1).all() else sent
+        candidates.append(Way(whole, tuple(ratios.tolist()), float(elements)))
     # eq. 19 may come out as the smallest ratio, or 1, everywhere: no way is tried twice
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(candidates))
 
 
-def reference(found: Sequence[Way], seconds: Sequence[float]) -> int:
+def reference(candidates: Sequence[Way], seconds: Sequence[float]) -> int:
     """Return the position of the way to send that others must compare with.
 
     Nothing has to go on at once in a message after the backward pass, so its predicted time can be relied on.
 
     Parameters
     ----------
-    found : sequence of Way
+    candidates : sequence of Way
         Ways to send.
     seconds : sequence of float
         Predicted seconds of a step of each.
@@ -392,10 +392,10 @@ def reference(found: Sequence[Way], seconds: Sequence[float]) -> int:
     int
         The fastest of those with one message.
     """
-    return min((i for i, way in enumerate(found) if way.whole), key=lambda i: seconds[i])
+    return min((i for i, way in enumerate(candidates) if way.whole), key=lambda i: seconds[i])
 
 
-def preferred(found: Sequence[Way], seconds: ArrayLike, safe: int) -> int:
+def preferred(candidates: Sequence[Way], seconds: ArrayLike, safe: int) -> int:
     """Return the position of the way to send that LAGS chooses.
 
     A way counts only if its step takes at most a tenth longer than that of the reference, with 97.5 % confidence: the
@@ -404,7 +404,7 @@ def preferred(found: Sequence[Way], seconds: ArrayLike, safe: int) -> int:
 
     Parameters
     ----------
-    found : sequence of Way
+    candidates : sequence of Way
         Ways to send.
     seconds : array_like, shape (ways, rounds) or (ways,)
         Seconds of a step of each, measured in turns, so that those of a round belong together; or one predicted number
@@ -418,14 +418,14 @@ def preferred(found: Sequence[Way], seconds: ArrayLike, safe: int) -> int:
         Position of the chosen way; of those that send equally many, the fastest.
     """
     # logarithms, so that what slows down all of a round by one factor cancels
-    took = np.log(np.asarray(seconds, float).reshape(len(found), -1))
+    took = np.log(np.asarray(seconds, float).reshape(len(candidates), -1))
     slower = took - took[safe]
     medians = np.median(slower, axis=1)
     # 1.253 σ/√n of a median of normal numbers, with σ = 1.483 times their median absolute deviation
     deviation = np.median(np.abs(slower - medians[:, None]), axis=1)
     highest = medians + 1.96 * 1.253 * 1.483 * deviation / np.sqrt(took.shape[1])
     # the reference always counts, so there is something to choose
-    count = [i for i in range(len(found)) if i == safe or highest[i] <= np.log1p(_MARGIN)]
+    count = [i for i in range(len(candidates)) if i == safe or highest[i] <= np.log1p(_MARGIN)]
     limit = min(medians[i] for i in count) + np.log1p(_TOLERANCE)
     fast = [i for i in count if medians[i] <= limit]
-    return max(fast, key=lambda i: (found[i].sent, -medians[i]))
+    return max(fast, key=lambda i: (candidates[i].sent, -medians[i]))

@@ -171,7 +171,7 @@ class Marsit(Compressor):
         self.scale = check_scale(scale)
         self.topology = topology
         self.shape = shape
-        self._own = RandomStream(seed, 0)
+        self._random = RandomStream(seed, 0)
         self._step = 0
         self._room = torch.empty(0)
 
@@ -207,7 +207,7 @@ class Marsit(Compressor):
     ) -> Reduced:
         started = time.perf_counter()
         numel = corrected.numel()
-        generator = self._own.generator(dist.get_rank(group), corrected.device)
+        generator = self._random.generator(dist.get_rank(group), corrected.device)
         packed, total = packed_signs(corrected, generator)
         selected = time.perf_counter()
         scale = (
@@ -244,12 +244,12 @@ class Marsit(Compressor):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the round and the state of the random generator."""
-        return {"step": self._step, "generator": self._own.state()}
+        return {"step": self._step, "generator": self._random.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._step = state["step"]
-        self._own.load(state["generator"])
+        self._random.load(state["generator"])
 
 
 def _full_precision(

@@ -149,8 +149,8 @@ class MiCRO(Compressor):
         # 1 even of an empty gradient, as the controller divides by it
         k = max(1, target_count(self.ratio, numel))
         # algorithm 1, line 7: in n steps every rank looks at every element once
-        own = partition(numel, world, (self._step + dist.get_rank(group)) % world)
-        part = corrected[own]
+        place = partition(numel, world, (self._step + dist.get_rank(group)) % world)
+        part = corrected[place]
         extra_bytes = 0
         # not by find(), which would take η from this rank's partition alone
         threshold: float | None = self._controller.state_dict()["threshold"]
@@ -168,7 +168,7 @@ class MiCRO(Compressor):
         if threshold is not None:
             threshold = float(np.float32(threshold))  # the precision in which it is compared
         if threshold is not None and not flag and part.numel():
-            indices = select(part, threshold).indices + own.start
+            indices = select(part, threshold).indices + place.start
             if not indices.numel():
                 # travels beside the positions, so that all ranks know the largest if nobody has any
                 largest = _as_float32(float(part.abs().max()))
@@ -181,13 +181,13 @@ class MiCRO(Compressor):
         if any(gathered.flags):
             return Reduced(gathered.flags)
         union = torch.cat(gathered.indices)
-        kept, reached = union.numel(), max(gathered.numbers)
+        total, reached = union.numel(), max(gathered.numbers)
         # from numbers that all ranks have, so all of them exchange positions again, or none
-        if self._controller.clamps and not kept and reached:
+        if self._controller.clamps and not total and reached:
             # as of one gradient: the largest magnitude of all ranks' partitions, which each of them now knows
             threshold = reached
             if largest == reached:
-                indices = select(part, reached).indices + own.start
+                indices = select(part, reached).indices + place.start
             extra_bytes += gathered.bytes_sent
             gathered = self._gather(indices, numel, group, 0.0, flag, expected, span=span)
             if any(gathered.flags):
@@ -196,9 +196,9 @@ class MiCRO(Compressor):
         # partitions are disjoint: no position is in the union twice
         mean = self._update.average(corrected, union, group)
         count = union.numel()
-        if kept or reached:
+        if total or reached:
             # The controller's inputs are the same on all ranks, and so is its next η.
-            self._controller.observe(kept, k, numel)
+            self._controller.observe(total, k, numel)
         self._step += 1
         ended = time.perf_counter()
         return Reduced(

@@ -65,8 +65,8 @@ class ThresholdSelector(Selector):
 
     def select(self, gradient: torch.Tensor) -> Selection:
         """Estimate the threshold of a gradient and select by it."""
-        estimate, kept = self.estimator.select(gradient, self.ratio)
-        return Selection(kept.indices, kept.values, estimate.threshold)
+        estimate, selection = self.estimator.select(gradient, self.ratio)
+        return Selection(selection.indices, selection.values, estimate.threshold)
 
     def warm_up(self) -> None:
         """Run a copy of the rule on few elements and on many, which rules read by different loops.
@@ -166,7 +166,7 @@ class ChunkTopK(Selector):
         """Select the largest magnitudes of each chunk."""
         # the rest is a shorter chunk, with a k of its own
         whole = gradient.numel() // self.chunk * self.chunk
-        found = []
+        positions = []
         for start, rows in (
             (0, gradient[:whole].view(-1, self.chunk)),
             (whole, gradient[whole:].view(1, -1)),
@@ -176,8 +176,8 @@ class ChunkTopK(Selector):
                 # ascending in each chunk, and so, as chunks follow each other, in all
                 inside = rows.abs().topk(k, sorted=False).indices.sort().values
                 first = torch.arange(len(rows), device=rows.device) * rows.shape[1] + start
-                found.append((inside + first[:, None]).view(-1))
-        indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+                positions.append((inside + first[:, None]).view(-1))
+        indices = torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
         # topk takes zeros where a chunk has fewer than k other elements
         indices = indices[gradient[indices] != 0]
         return Selection(indices, gradient[indices])

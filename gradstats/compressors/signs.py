@@ -511,8 +511,8 @@ def mean_over_ranks(value: float, group: dist.ProcessGroup | None, device: torch
         The mean, the same bits on every rank, because all ranks add in the same order.
     """
     # gathered, as the order in which an all-reduce adds is its backend's
-    own = torch.tensor([value], dtype=torch.float64, device=device)
-    values: list[float] = all_gather_checked(own, group).view(-1).tolist()
+    message = torch.tensor([value], dtype=torch.float64, device=device)
+    values: list[float] = all_gather_checked(message, group).view(-1).tolist()
     return sum(values) / len(values)
 
 
@@ -606,7 +606,7 @@ class SignCompressor(Compressor):
     has_ratio = False
 
     def __init__(self, seed: int = 0) -> None:
-        self._own = RandomStream(seed, 0)
+        self._random = RandomStream(seed, 0)
 
     def warm_up(self) -> None:
         """Compile the loops of signs, or load them."""
@@ -618,11 +618,11 @@ class SignCompressor(Compressor):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the random generator."""
-        return {"generator": self._own.state()}
+        return {"generator": self._random.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._own.load(state["generator"])
+        self._random.load(state["generator"])
 
 
 class SignGathering(SignCompressor):
@@ -667,7 +667,7 @@ class SignGathering(SignCompressor):
             return Reduced(flags)
         started = time.perf_counter()
         # after the flags: a refused step throws no coins
-        generator = self._own.generator(dist.get_rank(group), corrected.device)
+        generator = self._random.generator(dist.get_rank(group), corrected.device)
         packed, scale = self._compress(corrected, generator)
         message = sign_message(packed, scale)
         selected = time.perf_counter()

@@ -130,16 +130,16 @@ class SparseCompressor(WithSelector, Compressor):
         try:
             message = self.selector.select(corrected) if not flag else None
             selected = time.perf_counter()
-            own = []
+            selections = []
             if message is not None:
                 # rounded once, here: what is subtracted in the end is what the others received
-                own = [Selection(message.indices, self._gather.rounded(message.values))]
+                selections = [Selection(message.indices, self._gather.rounded(message.values))]
             # by what all ranks know of the step before, so that all choose the same collective
             dense = self.average == "ranks" and self._last > self.dense_above * numel
             if dense:
-                reduced = self._all_reduce(own, corrected, group, flag)
+                reduced = self._all_reduce(selections, corrected, group, flag)
             else:
-                reduced = self._all_gather(own, corrected, group, flag, expected)
+                reduced = self._all_gather(selections, corrected, group, flag, expected)
         except BaseException:
             # nor does a failed one
             self.selector.load_state_dict(before)
@@ -151,20 +151,20 @@ class SparseCompressor(WithSelector, Compressor):
         reduced.select_seconds = selected - started
         reduced.threshold, reduced.selected = message.threshold, message.indices.numel()
         # after the exchange, as a refused step leaves the gradient; what rounding took off stays
-        corrected[message.indices] -= own[0].values.float()
+        corrected[message.indices] -= selections[0].values.float()
         reduced.residual, reduced.sent = corrected, message.indices
         return reduced
 
     def _all_gather(
         self,
-        own: list[Selection],
+        selections: list[Selection],
         corrected: torch.Tensor,
         group: dist.ProcessGroup | None,
         flag: int,
         expected: tuple[int, int],
     ) -> Reduced:
         numel = corrected.numel()
-        gathered = self._gather(own, numel, group, flag, expected, corrected.device)
+        gathered = self._gather(selections, numel, group, flag, expected, corrected.device)
         if any(gathered.flags):
             return Reduced(gathered.flags)
         self._last = sum(len(each) for rank in gathered.selections for each in rank)
@@ -182,15 +182,15 @@ class SparseCompressor(WithSelector, Compressor):
 
     def _all_reduce(
         self,
-        own: list[Selection],
+        selections: list[Selection],
         corrected: torch.Tensor,
         group: dist.ProcessGroup | None,
         flag: int,
     ) -> Reduced:
         mean = torch.zeros_like(corrected)
-        for each in own:
+        for each in selections:
             mean[each.indices] = each.values.to(mean.dtype)
-        count = torch.tensor([sum(len(each) for each in own)], dtype=torch.int32)
+        count = torch.tensor([sum(len(each) for each in selections)], dtype=torch.int32)
         # before the sum, as it carries the flags: all ranks go on to the all-reduce, or none
         counts = self._counts(count.to(corrected.device), group, flag)
         if any(counts.flags):

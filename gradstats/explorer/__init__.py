@@ -136,13 +136,13 @@ def _gathered(
 ) -> tuple[list[Series], Sequence[float]]:
     """Measure every source under one bar."""
     # a mapping or an array is one source; only lists and tuples are several
-    given = sources if isinstance(sources, list | tuple) else [sources]
+    inputs = sources if isinstance(sources, list | tuple) else [sources]
     asked = subset_of(over)
     # every layer by itself: the strips show them side by side
     subset = Subset(asked.steps, asked.ranks, asked.kinds, layers, per_layer=True)
     choice: dict[str, Any] = {"steps": asked.steps, "ranks": asked.ranks, "kinds": asked.kinds}
     # a value that no source has is refused here, before the work; sources without any of it are left out
-    opened = matching([open_source(source) for source in given], layers=layers, **choice)
+    opened = matching([open_source(source) for source in inputs], layers=layers, **choice)
     several: list[Series] = []
     with progress_bar() as bar:
         total = sum(len(subset.keys(source)) for source in opened)

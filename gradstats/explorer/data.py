@@ -198,7 +198,7 @@ def gather(
     laws = _laws(models)
     parameters = subset.parameters(source)
     sizes = {la.name: la.numel for la in source.layers}
-    found = []
+    all_series = []
     keys = subset.keys(source)
     # groupby takes neighbours, so those of a series must stand together
     for (rank, kind), several in itertools.groupby(
@@ -214,10 +214,10 @@ def gather(
             [source.numel, *(sizes[name] for name in parameters)],
             *(counted, laws),
         )
-        found.append(series)
-    _measure(found, client, on_progress)
-    _count(found, subset, ratios, client, on_progress)
-    return found
+        all_series.append(series)
+    _measure(all_series, client, on_progress)
+    _count(all_series, subset, ratios, client, on_progress)
+    return all_series
 
 
 def _place(
@@ -292,9 +292,9 @@ def _reduced(sketches: dict[str, Sketch], laws: Sequence[str]) -> list[_Row]:
 def _alarms(series: Series) -> NDArray[np.float64]:
     """Return what a Monitor of these steps says of each norm: NaN before it can, 0, or a number of :data:`ALARMS`."""
     norms, names = series.arrays["norm"], series.layers[1:]
-    found = np.zeros(norms.shape)
+    alarms = np.zeros(norms.shape)
     # a Monitor needs so many norms before it judges
-    found[:SURE] = math.nan
+    alarms[:SURE] = math.nan
     spikes = Spikes(names, WINDOW, LIMIT)
     for i, (norm, *of_layers) in enumerate(norms.tolist()):
         values, _ = spikes.find(norm, dict(zip(names, of_layers, strict=True)))
@@ -305,8 +305,8 @@ def _alarms(series: Series) -> NDArray[np.float64]:
             # the whole gradient has no name in a Monitor's keys
             for j, layer in enumerate(("", *names)):
                 if f"{name}/{layer}".rstrip("/") in values:
-                    found[i, j] = number
-    return found
+                    alarms[i, j] = number
+    return alarms
 
 
 def _at_ranks(m: Magnitudes) -> NDArray[np.float64]:
@@ -323,15 +323,15 @@ def _fit(sketch: Sketch, law: str) -> dict[str, Any]:
     known = LAWS[law]
     nothing = [math.nan] * len(known.parameters)
     try:
-        found = fit(sketch, law, known.default_method)
+        law_fit = fit(sketch, law, known.default_method)
     except FitError as error:
         return {"params": nothing, "stderr": nothing, "tail_error": math.nan, "flags": str(error)}
-    distances, _ = tail_distances(found, sketch.magnitudes)
+    distances, _ = tail_distances(law_fit, sketch.magnitudes)
     return {
-        "params": [found.params[name] for name in known.parameters],
-        "stderr": [found.stderr.get(name, math.nan) for name in known.parameters],
+        "params": [law_fit.params[name] for name in known.parameters],
+        "stderr": [law_fit.stderr.get(name, math.nan) for name in known.parameters],
         "tail_error": max(map(abs, distances.values()), default=math.nan),
-        "flags": "; ".join(found.flags),
+        "flags": "; ".join(law_fit.flags),
     }
 
 
@@ -369,7 +369,7 @@ def fitted(series: Series, step: int, layer: str, law: str) -> dict[str, Any]:
     key = (series.rank, series.kind, step)
     # a submit that calls at once: one gradient, in this process
     sketches = plan_sketches(
-        lambda work, *given: work(*given), series.source, key, parameters=[layer]
+        lambda work, *arguments: work(*arguments), series.source, key, parameters=[layer]
     )
     return _fit(sketches[layer], law)
 
@@ -385,8 +385,12 @@ def _count(
     advance = on_progress if client is None else no_progress  # which does not travel
 
     def plan(submit: Callable[..., Any], series: Series) -> Any:
-        own = Subset(series.steps, [series.rank], [series.kind], subset.layers, subset.per_layer)
-        return submit(_counted, series.source, own, series.layers, series.rules, ratios, advance)
+        series_subset = Subset(
+            series.steps, [series.rank], [series.kind], subset.layers, subset.per_layer
+        )
+        return submit(
+            _counted, series.source, series_subset, series.layers, series.rules, ratios, advance
+        )
 
     for series, arrays in zip(several, evaluate(plan, several, client), strict=True):
         series.arrays |= arrays
@@ -399,14 +403,14 @@ def _count(
 
 def _counted(
     source: Source,
-    own: Subset,
+    subset: Subset,
     layers: Sequence[str],
     rules: Sequence[str],
     ratios: Sequence[float],
     advance: Callable[[], None],
 ) -> dict[str, NDArray[Any]]:
     """Return ``selected`` and ``design`` of one series, counted on its elements."""
-    steps = cast("Sequence[int]", own.steps)
+    steps = cast("Sequence[int]", subset.steps)
     selected = np.zeros((len(steps), len(layers), len(rules), len(ratios)), np.int64)
     design = np.full((len(steps), len(layers), len(ratios)), math.nan)
     step, layer, rule, place = (
@@ -414,7 +418,7 @@ def _counted(
     )
     # no rule at all is a choice, too; each_record would take it for a mistake
     if rules:
-        for r in each_record(source, own, ratios, rules, on_progress=advance):
+        for r in each_record(source, subset, ratios, rules, on_progress=advance):
             i, j, q = step[r["step"]], layer[r["layer"]], place[r["ratio"]]
             selected[i, j, rule[r["estimator"]], q] = r["selected"]
             design[i, j, q] = r["design"]
@@ -649,7 +653,7 @@ def _together(
     several: Sequence[Series], ratios: Sequence[float], client: Any
 ) -> list[dict[str, Any]]:
     """Return what the ranks of each source and kind have in common, where several were captured in full."""
-    found = []
+    agreements = []
     groups: dict[tuple[int, Kind], list[Series]] = {}
     # names of sources may be equal, objects are not
     for s in several:
@@ -673,5 +677,5 @@ def _together(
         about = {"run": mates[0].source.name, "kind": kind, "ranks": ranks, "steps": common}
         # shares are at most 1; the union of many ranks is beyond what 1/4096 reaches in int16
         scales = {n: 0 if n == "union" else 4096 for n in arrays}
-        found.append(about | {"arrays": {n: _pack(a, scales[n]) for n, a in arrays.items()}})
-    return found
+        agreements.append(about | {"arrays": {n: _pack(a, scales[n]) for n, a in arrays.items()}})
+    return agreements

@@ -130,10 +130,10 @@ class Explorer(anywidget.AnyWidget):  # type: ignore[misc]
         # what fails is said on the page: nobody sees an error of a message
         try:
             series = self._series[question["run"]]
-            found = fitted(series, question["step"], question["layer"], question["law"])
+            answer = fitted(series, question["step"], question["layer"], question["law"])
         except GradstatsError as error:
-            found = {"params": [], "stderr": [], "tail_error": None, "flags": str(error)}
-        self.send({"id": question["id"], "found": _plain(found)})
+            answer = {"params": [], "stderr": [], "tail_error": None, "flags": str(error)}
+        self.send({"id": question["id"], "found": _plain(answer)})
 
 
 def _plain(value: Any) -> Any:

@@ -23,11 +23,11 @@ def pack_buffers(model: torch.nn.Module) -> bytes:
         The model.
     """
     # bytes: some are made, or grow, in the first forward pass, which a template of a new model has not seen
-    found = {}
+    state = {}
     for name, buffers, key in kept_buffers(model):
         here = buffers[key]
-        found[name] = None if here is None else local_part(here.detach()).clone()
-    return pack_state(found)
+        state[name] = None if here is None else local_part(here.detach()).clone()
+    return pack_state(state)
 
 
 def unpack_buffers(model: torch.nn.Module, data: bytes) -> Callable[[], None]:

@@ -19,8 +19,8 @@ class Facts:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name} {text}" for name, text in self._facts().items())
-        return f"<{type(self).__name__}: {visible(said)}>"
+        facts = ", ".join(f"{name} {text}" for name, text in self._facts().items())
+        return f"<{type(self).__name__}: {visible(facts)}>"
 
     def _repr_html_(self) -> str:
         """Return the table that Jupyter shows."""

@@ -378,8 +378,8 @@ class Fragment:
         """Check that all ranks have come to the same exchange: what one sends, others would take for something else."""
         with _naming_step(step):
             # a number below 0 says that the rank has ended; − 1, as −0 would not
-            own = -step - 1 if ended else step
-            ranks = all_gather_flags(own, self.state.process_group, self.device)
+            flag = -step - 1 if ended else step
+            ranks = all_gather_flags(flag, self.state.process_group, self.device)
         if len(set(ranks)) > 1:
             came = ", ".join(
                 f"rank {i} has ended after {-n - 1}" if n < 0 else f"rank {i} is at {n}"

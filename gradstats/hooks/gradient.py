@@ -267,8 +267,8 @@ class FlatGradient:
         """
         # squares in float64: those of float16 end at 65,504
         norms = [torch.linalg.vector_norm(flatten(*pair), dtype=torch.float64) for pair in pairs]
-        found = torch.stack(norms).tolist() if norms else []  # waits for a device once
-        norm = math.sqrt(sum(each**2 for each in found)) / scale
+        values = torch.stack(norms).tolist() if norms else []  # waits for a device once
+        norm = math.sqrt(sum(each**2 for each in values)) / scale
         # NaN is not above 0; an infinite norm gives 0, and 0 · ∞ = NaN: count_bad() finds either
         return min(1.0, bound / norm) if norm > 0 else 1.0
 

@@ -199,8 +199,8 @@ class ParameterLayout:
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters that have a place, in the order in which they were added."""
         places = self.slots.keys() | self.dense_slots.keys()
-        found = (self._parameters[key]() for key in self._parameters if key in places)
-        return [parameter for parameter in found if parameter is not None]
+        parameters = (self._parameters[key]() for key in self._parameters if key in places)
+        return [parameter for parameter in parameters if parameter is not None]
 
     def dense_places(
         self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]

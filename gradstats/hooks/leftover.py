@@ -40,8 +40,8 @@ def _before(
     # weak both: the parameter itself keeps the hook
     def look(_: torch.Tensor) -> None:
         # nothing is kept in the usual training, which sets gradients to None
-        if (leftover := owner()) is not None and (found := parameter()) is not None:
-            leftover.look(found)
+        if (leftover := owner()) is not None and (tensor := parameter()) is not None:
+            leftover.look(tensor)
 
     return look
 
@@ -161,7 +161,7 @@ class Leftover:
             for key in (key for key, left in zip(keys, some, strict=True) if not left):
                 self._forget(key)
 
-    def found(self) -> bool:
+    def has_any(self) -> bool:
         """Tell whether an exchange left anything in any gradient, also in those that have not come yet."""
         # the first bucket may be of parameters that the last pass did not use, whatever it left in others
         noted = (filled.parameter() for filled in self._filled.values())
@@ -170,7 +170,7 @@ class Leftover:
 
     def zeroed(self) -> set[int]:
         """Return the parameters, by identity, whose gradient an exchange filled and somebody zeroed since."""
-        self.found()
+        self.has_any()
         return self._zeroed
 
     def without(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -48,9 +48,9 @@ class LocalOptimizers:
         named: Named,
         outer: torch.optim.Optimizer,
     ) -> None:
-        given = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        entries = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
         # one given twice, as with a wrapper of it, is one
-        self.each = list({id(o): o for o in map(innermost_optimizer, given)}.values())
+        self.each = list({id(o): o for o in map(innermost_optimizer, entries)}.values())
         # an empty list has no optimizer either, and is refused alike
         for one in self.each or [None]:
             if not isinstance(one, torch.optim.Optimizer):

@@ -338,7 +338,7 @@ class LocalSteps(Facts):
             # the memory is settled, and the mean is there, only when it has ended
             fragment.wait()
         anchors = {n: a for f in self._fragments for n, a in f.anchors.items()}
-        own = {
+        entry = {
             "ranks": _ranks(self._group),
             "steps": self.steps,
             "step": self.step,
@@ -350,7 +350,7 @@ class LocalSteps(Facts):
             "outer": pack_optimizer(self._outer),
             "fragments": [f.state_dict() for f in self._fragments],
         }
-        return seal(dist.get_rank(), own)
+        return seal(dist.get_rank(), entry)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned: parameters, buffers and both optimizers, too.
@@ -370,27 +370,27 @@ class LocalSteps(Facts):
             with suppress(GradstatsError):  # of an exchange that is to be forgotten
                 fragment.wait()
         with refusing():
-            own = unseal(dist.get_rank(), state)
+            entry = unseal(dist.get_rank(), state)
             ranks = _ranks(self._group)
-            if own.get("ranks") != ranks:
+            if entry.get("ranks") != ranks:
                 raise InputError(
-                    f"the checkpoint is of an exchange among ranks {own.get('ranks')}, and this is one among {ranks}"
+                    f"the checkpoint is of an exchange among ranks {entry.get('ranks')}, and this is one among {ranks}"
                 )
-            check_count_of("local steps", own.get("steps"), self.steps)
-            step, exchanges = field(own, "step", int), field(own, "exchanges", int)
+            check_count_of("local steps", entry.get("steps"), self.steps)
+            step, exchanges = field(entry, "step", int), field(entry, "exchanges", int)
             saved, anchors = (
-                self._check_parameters(own, what) for what in ("parameters", "anchors")
+                self._check_parameters(entry, what) for what in ("parameters", "anchors")
             )
-            fragments = field(own, "fragments", list)
+            fragments = field(entry, "fragments", list)
             check_count_of("fragments", len(fragments), len(self._fragments))
-            outer = unpack_optimizer(self._outer, field(own, "outer", bytes), "outer optimizer")
+            outer = unpack_optimizer(self._outer, field(entry, "outer", bytes), "outer optimizer")
             # in the order of the parts that load them below
-            states = [*self._optimizers.unpack(own), outer]
+            states = [*self._optimizers.unpack(entry), outer]
             restore = [
                 f.prepare(each, anchors) for f, each in zip(self._fragments, fragments, strict=True)
             ]
-            if "buffers" in own:  # else of before they were saved: the model's own stay
-                restore.append(unpack_buffers(self._model, field(own, "buffers", bytes)))
+            if "buffers" in entry:  # else of before they were saved: the model's own stay
+                restore.append(unpack_buffers(self._model, field(entry, "buffers", bytes)))
             # the last that can be refused; what follows copies what was checked
             load_all([*self._optimizers.each, self._outer], states)
         for each in restore:
@@ -400,9 +400,9 @@ class LocalSteps(Facts):
         self.step, self.exchanges, self.last = step, exchanges, None
         self._before = exchanges, None
 
-    def _check_parameters(self, own: Mapping[str, Any], what: str) -> Mapping[str, torch.Tensor]:
+    def _check_parameters(self, entry: Mapping[str, Any], what: str) -> Mapping[str, torch.Tensor]:
         """Return values of the parameters in a checkpoint, if they are those of this model."""
-        saved = field(own, what, Mapping)  # type: ignore[type-abstract]
+        saved = field(entry, what, Mapping)  # type: ignore[type-abstract]
         if list(saved) != [n for n, _ in self._named]:
             raise InputError(f"the checkpoint has other {what} than this model")
         for name, parameter in self._named:

@@ -51,10 +51,10 @@ def meet(
         return
     members: Any = group or dist.group.WORLD
     name = members.group_name
-    key, own = f"gradstats/{what}/{name}/{_meetings[what, name]}", dist.get_rank(group)
+    key, rank = f"gradstats/{what}/{name}/{_meetings[what, name]}", dist.get_rank(group)
     try:
         # each by its name, so that those who are missing can be told
-        store.set(f"{key}/{own}", "here")
+        store.set(f"{key}/{rank}", "here")
         # the last one to come releases all
         if store.add(f"{key}/ranks", 1) == world:
             store.set(f"{key}/all", "here")
@@ -82,5 +82,5 @@ def meet(
     # taken back: when all come later, it is this meeting that they come to
     with suppress(RuntimeError, NotImplementedError):
         store.add(f"{key}/ranks", -1)
-        store.delete_key(f"{key}/{own}")
+        store.delete_key(f"{key}/{rank}")
     raise InputError(f"a {what} waited {longest:.0f} s in vain for {missing}: {advice}")

@@ -477,14 +477,14 @@ class Monitor(Facts):
                 plain.append((name, one))
         # merge() needs one, where all parameters are sharded
         parts = [s for _, s in plain] or [sketch(np.empty(0, np.float32), _BITS)]
-        found = {name: s.moments for name, s in plain}
+        layer_moments = {name: s.moments for name, s in plain}
         for groups, some in shards.items():
             totals, whole = _over_shards([s for _, s in some], groups, self._device)
             # no elements on any rank: no gradient
-            found |= {n: m for (n, _), m in zip(some, totals, strict=True) if m.numel}
+            layer_moments |= {n: m for (n, _), m in zip(some, totals, strict=True) if m.numel}
             parts.append(whole)
-        ordered = [name for name, _ in self._layers if name in found]
-        return ordered, [found[name] for name in ordered], merge(parts)
+        ordered = [name for name, _ in self._layers if name in layer_moments]
+        return ordered, [layer_moments[name] for name in ordered], merge(parts)
 
     @property
     def _device(self) -> torch.device:
@@ -492,18 +492,18 @@ class Monitor(Facts):
 
     def _compressed(self) -> dict[str, float]:
         """Return what the hook's state says of its last step."""
-        found = {}
+        values = {}
         record = getattr(self._state, "last", None)
         if record is not None and not math.isnan(record.quality):
-            found["quality"] = record.quality
+            values["quality"] = record.quality
         if hasattr(self._state, "residual"):
             residuals = (self._state.residual(parameter) for _, parameter in self._layers)
             squares = [
                 moments(real_view(r), log=False).sum_squares for r in residuals if r is not None
             ]
             if squares:
-                found["residual_norm"] = math.sqrt(sum(squares))
-        return found
+                values["residual_norm"] = math.sqrt(sum(squares))
+        return values
 
 
 _followed: weakref.WeakKeyDictionary[object, weakref.WeakSet[Monitor]] = weakref.WeakKeyDictionary()
@@ -519,23 +519,23 @@ _NAMES = (
 
 def _described(s: Sketch, scale: float, present: float) -> dict[str, float]:
     """Return the numbers of a whole gradient whose elements are multiplied by `scale`."""
-    sums, found = s.moments, {}
-    found["norm"] = math.sqrt(sums.sum_squares) / scale
-    found["nonfinite"] = float(sums.nonfinite)
-    found["zeros"] = sums.zero_fraction
+    sums, values = s.moments, {}
+    values["norm"] = math.sqrt(sums.sum_squares) / scale
+    values["nonfinite"] = float(sums.nonfinite)
+    values["zeros"] = sums.zero_fraction
     if not sums.count:
-        return found
+        return values
     m = s.magnitudes
-    found["mean"], found["max"] = sums.mean / scale, sums.max / scale
+    values["mean"], values["max"] = sums.mean / scale, sums.max / scale
     # below the limit at the scale that is (or, unscaled already, was) on the loss
     limit = _SMALLEST_NORMAL * scale / present
     # a cell cut by the limit counts in part: rounding may leave [0, 1]
-    found["underflow"] = min(max(1 - m.exceedances(limit) / m.count, 0.0), 1.0)
+    values["underflow"] = min(max(1 - m.exceedances(limit) / m.count, 0.0), 1.0)
     # neither depends on the scale
-    found["xi"] = stability_at(m, _TAIL, "pwm").c
+    values["xi"] = stability_at(m, _TAIL, "pwm").c
     if m.count > 1:
-        found["p"] = compressibility(m).p
-    return {name: value for name, value in found.items() if not math.isnan(value)}
+        values["p"] = compressibility(m).p
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def _local(parameter: torch.Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.Tensor | None]:

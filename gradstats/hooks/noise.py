@@ -130,7 +130,7 @@ class MicroBatches:
         if not step.described:
             return {}
         # reentrant checkpointing cuts a pass into several, each of which reaches other parameters
-        count = max(step.seen.values()) if step.nested else len(step.passes)
+        count = max(step.counts.values()) if step.nested else len(step.passes)
         if step.stale:
             self._warn(
                 "gradients are not zeroed between optimizer steps: the noise of micro-batches cannot be told from them"
@@ -164,7 +164,7 @@ class MicroBatches:
         scale, (low, high) = trace / square if square > 0 else math.inf, self._ends
         xi = mean_interval(np.array(self._xi))
         total = trace + square
-        found = {
+        values = {
             "noise_scale": self._samples * scale,
             "noise_scale_low": self._samples * low,
             "noise_scale_high": self._samples * high,
@@ -177,7 +177,7 @@ class MicroBatches:
             "noise_xi_low": xi.low,
             "noise_xi_high": xi.high,
         }
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def _see(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add a parameter's gradient of one micro-batch to the sums."""
@@ -189,24 +189,24 @@ class MicroBatches:
             step.passes.add(number)
             step.nested |= nested_backward()
         before = parameter.grad
-        seen = step.seen.get(id(parameter), 0)
-        step.seen[id(parameter)] = seen + 1
+        count = step.counts.get(id(parameter), 0)
+        step.counts[id(parameter)] = count + 1
         # zeros are no stale gradient: zero_grad(set_to_none=False) leaves them
-        if not seen and before is not None:
+        if not count and before is not None:
             step.stale |= bool(_flat(before).any())
-        step.lost |= seen > 0 and before is None  # zeroed between micro-batches, or taken
+        step.lost |= count > 0 and before is None  # zeroed between micro-batches, or taken
         g = _flat(gradient)
         products = [(g * g).sum(dtype=torch.float64)]
         products.append(torch.zeros_like(products[0]))
-        if seen and before is not None:
+        if count and before is not None:
             total = _flat(before).to(g.dtype)
             products[1] = (g * total).sum(dtype=torch.float64)
-            if seen == 1:  # g − g′, of twice the noise's variance and symmetric
+            if count == 1:  # g − g′, of twice the noise's variance and symmetric
                 step.sketches.append(sketch(g - total, 7))
-        found = torch.stack(products)
+        vector = torch.stack(products)
         known = step.products
         # a model may lie on several devices
-        step.products = found if known is None else known + found.to(known.device)
+        step.products = vector if known is None else known + vector.to(known.device)
 
     def _warn(self, message: str) -> None:
         if not self._warned:
@@ -220,7 +220,7 @@ class _Step:
     def __init__(self, described: bool = True) -> None:
         self.described = described
         self.passes: set[int] = set()  # numbers of the backward passes
-        self.seen: dict[int, int] = {}  # micro-batches of each parameter
+        self.counts: dict[int, int] = {}  # micro-batches of each parameter
         self.products: torch.Tensor | None = None  # Σ‖g‖², and Σ of g · (those before it)
         self.sketches: list[Sketch] = []  # of differences of two micro-batches
         self.nested = False  # whether some passes were parts of another

@@ -12,7 +12,7 @@ class Notices:
 
     def __init__(self) -> None:
         # by kind: what one training gets wrong it gets wrong in every step
-        self._given: set[str] = set()
+        self._kinds: set[str] = set()
 
     def discarded(self, step: int) -> None:
         """Say that an update was thrown away.
@@ -98,6 +98,6 @@ class Notices:
         )
 
     def _say(self, kind: str, text: str) -> None:
-        if kind not in self._given:
-            self._given.add(kind)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
             warn(text)

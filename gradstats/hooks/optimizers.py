@@ -155,12 +155,12 @@ class TakenGradients:
         """Begin a step."""
         self._reached.clear()
 
-    def warn(self, found: bool) -> None:
+    def warn(self, has_gradient: bool) -> None:
         """Warn, once, of parameters whose gradient is gone, or if none has any.
 
         Parameters
         ----------
-        found : bool
+        has_gradient : bool
             Whether any parameter has a gradient.
         """
         # reached and gone: an unused parameter was not reached, and is none of these
@@ -170,7 +170,7 @@ class TakenGradients:
                 f"a monitor finds no gradient of {several(taken)}, which a backward pass has reached: an optimizer in "
                 "the backward pass has taken it, or it was set to None before; it is left out of all numbers"
             )
-        elif not found:
+        elif not has_gradient:
             self._say(
                 "a monitor finds no gradient at all, and has nothing to describe: call step() after backward(), before "
                 "gradients are set to None"

@@ -74,7 +74,7 @@ class RatioSchedule:
         self._compressor = compressor
         self._at = at
         # kept, as the compressor's own is overwritten by the first step of a schedule
-        self._own = compressor.ratio
+        self._default = compressor.ratio
         if at is not None and not callable(at):
             raise InputError(f"a schedule must be a function of the step, not {shown(at)}")
         for step in _PROBED if at is not None else ():
@@ -151,7 +151,7 @@ class RatioSchedule:
         if self._at is None:
             return
         scheduled = self.of(step)
-        ratio = self._own if scheduled is None else check_ratio(scheduled)
+        ratio = self._default if scheduled is None else check_ratio(scheduled)
         if ratio is None or scheduled == 1:  # nothing to set, or a dense step
             return
         # a dense step needs no ratio, so that a compressor without one may have a dense warm-up

@@ -314,10 +314,10 @@ class ShardHook:
             memories or parameters, or damaged. Nothing has been restored then.
         """
         with refusing():
-            own = unseal(self._rank, state)
+            entry = unseal(self._rank, state)
             for what, here in self._size.items():
-                check_count_of(what, own.get(what), here)
-            saved = field(own, "units", Mapping)  # type: ignore[type-abstract]
+                check_count_of(what, entry.get(what), here)
+            saved = field(entry, "units", Mapping)  # type: ignore[type-abstract]
             if saved.keys() != self.states.keys():
                 odd = min(saved.keys() ^ self.states.keys())
                 raise InputError(f"the checkpoint is of a model with other FSDP units: {odd}")
@@ -396,11 +396,11 @@ def shard_hook(
         raise InputError(
             f'mesh must be one dimension of a mesh, such as mesh["replicate"], not {shown(mesh)}'
         )
-    if not isinstance(model, torch.nn.Module) or not (found := units(model)):
+    if not isinstance(model, torch.nn.Module) or not (fsdp_units := units(model)):
         raise InputError("the model is not sharded: call fully_shard() on it first")
     group = mesh.get_group()
     exchanges = {}
-    for unit in found:
+    for unit in fsdp_units:
         within = across([unit], group)
         # one for each unit: a compressor and a memory hold the state of one flat vector
         state = partial(
@@ -415,8 +415,8 @@ def shard_hook(
             process_group=group,
         )
         exchanges[unit.name] = _Exchange(unit, within, state)
-    hook = ShardHook(exchanges, found[0].shards, mesh.size(), scaler)
-    for unit in found:
+    hook = ShardHook(exchanges, fsdp_units[0].shards, mesh.size(), scaler)
+    for unit in fsdp_units:
         if hasattr(unit.module, "set_reduce_scatter_unused_params"):
             unit.module.set_reduce_scatter_unused_params(True, recurse=False)
         try:

@@ -167,9 +167,9 @@ class _Rows:
             tail.add(sizes[sizes > 0])
         # no further out than by z, whose deviation has a least: against norms that hardly moved a small change is
         # anything, and would hide what comes later. An alarm would hide the next
-        told = np.copysign(np.minimum(np.abs(sure), np.abs(z)), z)[~(np.isnan(sure) | alarms)]
-        self._recent.append(told)
-        self._judged += bool(told.size)
+        jumps = np.copysign(np.minimum(np.abs(sure), np.abs(z)), z)[~(np.isnan(sure) | alarms)]
+        self._recent.append(jumps)
+        self._judged += bool(jumps.size)
         known = np.isfinite(logs)
         for past, now in ((self._logs, logs), (self._common, common)):
             # a layer without a norm in this step keeps its window

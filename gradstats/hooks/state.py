@@ -353,11 +353,11 @@ class CompressionState(Facts):
         if not gradient.dtype == out.dtype == setup.layout.dtype:
             return False
         setup.leftover.settle(parameters)
-        if setup.leftover.found():
+        if setup.leftover.has_any():
             return False
-        found = [setup.layout.slots.get(id(parameter)) for parameter in parameters]
-        places = [place for place in found if place is not None]
-        if len(places) < len(found) or any(a.stop != b.start for a, b in pairwise(places)):
+        slots = [setup.layout.slots.get(id(parameter)) for parameter in parameters]
+        places = [place for place in slots if place is not None]
+        if len(places) < len(slots) or any(a.stop != b.start for a, b in pairwise(places)):
             return False
         self.memory.preview(gradient, slice(places[0].start, places[-1].stop), out)
         return True
@@ -472,7 +472,7 @@ class CompressionState(Facts):
                 self._discard_unapplied
                 and applied.known
                 and not applied.stepped
-                and not self._setup.leftover.found()
+                and not self._setup.leftover.has_any()
             ):
                 self.discard()
                 self._notices.discarded(undo.step)

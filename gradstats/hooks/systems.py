@@ -493,12 +493,12 @@ def make_state(
     InputError
         If the name or an option is unknown or out of range, or the name is ``none``, which has no state.
     """
-    given = compressor_options or {}
+    arguments = compressor_options or {}
     if name in SYSTEMS:
-        given = with_codec(name, given)
+        arguments = with_codec(name, arguments)
         with options_of("system", name):
-            return SYSTEMS[name].build(named_parameters, ratio, **given, **options)
-    compressor = make_compressor(name, ratio, **given)
+            return SYSTEMS[name].build(named_parameters, ratio, **arguments, **options)
+    compressor = make_compressor(name, ratio, **arguments)
     if compressor is None:
         raise InputError("none is PyTorch's own averaging: register its allreduce_hook")
     return CompressionState(compressor, named_parameters=named_parameters, **options)

@@ -368,9 +368,9 @@ def without_names_of_events() -> Iterator[None]:
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    kept = dynamic_rendezvous.get_method_name
+    original = dynamic_rendezvous.get_method_name
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     try:
         yield
     finally:
-        dynamic_rendezvous.get_method_name = kept
+        dynamic_rendezvous.get_method_name = original

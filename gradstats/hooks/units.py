@@ -189,7 +189,7 @@ def units(model: torch.nn.Module) -> list[Unit]:
 
     # gathered parameters are other tensors, whose identities are not among these
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[int, Unit] = {}
+    fsdp_units: dict[int, Unit] = {}
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -200,22 +200,22 @@ def units(model: torch.nn.Module) -> list[Unit]:
             )
         for group in groups:
             # modules that were sharded together share one group
-            found.setdefault(id(group), Unit(name or "root", module, group, names))
-    for unit in found.values():
+            fsdp_units.setdefault(id(group), Unit(name or "root", module, group, names))
+    for unit in fsdp_units.values():
         if any(id(p) not in names for p in unit.parameters):
             raise InputError(
                 f"the parameters of unit {unit.name} are gathered: do this before the first forward pass, or call the "
                 "unit's reshard()"
             )
-    return [unit for unit in found.values() if unit.parameters]
+    return [unit for unit in fsdp_units.values() if unit.parameters]
 
 
-def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def across(fsdp_units: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Check that a group crosses a model's replicas, and return the one that holds this rank's.
 
     Parameters
     ----------
-    found : sequence of Unit
+    fsdp_units : sequence of Unit
         The model's units.
     replicas : torch.distributed.ProcessGroup, optional
         Ranks of several replicas that hold the same shards; the default group if None.
@@ -231,12 +231,12 @@ def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.Pr
         If nothing that is trained is sharded by FSDP2, it averages over replicas itself, or the ranks of the group hold
         different shards, on all of them.
     """
-    if not found:
+    if not fsdp_units:
         raise InputError(
             "no parameter that is trained is sharded by fully_shard(): nothing keeps it the same within a replica"
         )
     ours = set(dist.get_process_group_ranks(replicas or dist.group.WORLD))
-    for unit in found:
+    for unit in fsdp_units:
         if unit.replicated:
             raise InputError(
                 "fully_shard() has the replicas' dimension in its mesh, and averages over it before any hook: give it "
@@ -250,10 +250,10 @@ def across(found: Sequence[Unit], replicas: dist.ProcessGroup | None) -> dist.Pr
                 'mesh["replicate"], not those that hold its shards'
             )
     # what is left takes a message: whether the other ranks hold the same shards
-    group = shard_group(found[0].group)
+    group = shard_group(fsdp_units[0].group)
     # place and number of shards in one 32-bit flag
-    own = dist.get_rank(group) << 16 | dist.get_world_size(group)
-    if len(set(all_gather_flags(own, replicas, found[0].parameters[0].device))) > 1:
+    flag = dist.get_rank(group) << 16 | dist.get_world_size(group)
+    if len(set(all_gather_flags(flag, replicas, fsdp_units[0].parameters[0].device))) > 1:
         raise InputError(
             "the ranks to exchange with hold other shards than this one: give those that hold the same, such as "
             'mesh["replicate"]'
@@ -371,12 +371,12 @@ def shard_ranks(parameter: Any) -> tuple[list[int], bool]:
             f"parameters placed as {parameter.placements} cannot be captured: use fully_shard() without tensor "
             "parallelism"
         )
-    mesh, own = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     # along a replicated dimension of the mesh: only the ranks of this copy
     copies = [isinstance(each, Replicate) for each in parameter.placements]
-    index = tuple(i if copy else slice(None) for i, copy in zip(own, copies, strict=True))
+    index = tuple(i if copy else slice(None) for i, copy in zip(coordinate, copies, strict=True))
     # the copy at place 0 of every replicated dimension
-    first = not any(i for i, copy in zip(own, copies, strict=True) if copy)
+    first = not any(i for i, copy in zip(coordinate, copies, strict=True) if copy)
     return mesh.mesh[index].flatten().tolist(), first
 
 

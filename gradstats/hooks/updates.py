@@ -75,13 +75,13 @@ class StepUpdates:
             for group in groups:
                 dist.all_reduce(together, group=group)
             sums |= dict(zip(names, together, strict=True))
-        found = {name: each.tolist() for name, each in sums.items()}
+        totals = {name: each.tolist() for name, each in sums.items()}
         # no elements: no rank had a gradient
-        found = {name: each for name, each in found.items() if each[5]}
-        ratios = {name: _root(each[0], each[2]) for name, each in found.items()}
-        if not found:
+        totals = {name: each for name, each in totals.items() if each[5]}
+        ratios = {name: _root(each[0], each[2]) for name, each in totals.items()}
+        if not totals:
             return {}, {}
-        update, dot, weight, gradient, same, numel = map(sum, zip(*found.values(), strict=True))
+        update, dot, weight, gradient, same, numel = map(sum, zip(*totals.values(), strict=True))
         product = math.sqrt(update * gradient)
         whole = {
             "update_norm": math.sqrt(update),

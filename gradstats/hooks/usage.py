@@ -88,7 +88,7 @@ class Usage:
 
     def unfrozen(self) -> str | None:
         """Return the name of a parameter that is trained since the model was wrapped; None if none is."""
-        every = ((name, found()) for name, found in self.frozen.items())
+        every = ((name, reference()) for name, reference in self.frozen.items())
         return next((name for name, p in every if p is not None and p.requires_grad), None)
 
     def clear(self) -> None:

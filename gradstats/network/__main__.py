@@ -207,16 +207,16 @@ def _run(options: argparse.Namespace, device: str) -> None:
 
 def _on_first(action: Callable[[], object]) -> None:
     """Do something on rank 0; if it raises :class:`InputError`, raise that on every rank."""
-    said: list[str | None] = [None]
+    messages: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
         except InputError as error:
-            said[0] = str(error)
+            messages[0] = str(error)
     # reached by all ranks even where rank 0 raised, or the others would wait for ever
-    dist.broadcast_object_list(said)
-    if said[0] is not None:
-        raise InputError(said[0])
+    dist.broadcast_object_list(messages)
+    if messages[0] is not None:
+        raise InputError(messages[0])
 
 
 def _check_writable(path: Path) -> None:

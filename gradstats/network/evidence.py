@@ -136,8 +136,8 @@ def evidence(
 def _kind(source: Source) -> Kind:
     """Return the kind of vector that a compressor sees: the corrected one, or what is exchanged without a memory."""
     kinds = {k for _, k, _ in source.entries()}
-    seen: tuple[Kind, ...] = ("corrected", "pseudogradient", "gradient")
-    return next((kind for kind in seen if kind in kinds), "local")
+    preferences: tuple[Kind, ...] = ("corrected", "pseudogradient", "gradient")
+    return next((kind for kind in preferences if kind in kinds), "local")
 
 
 def _qualities(
@@ -148,7 +148,7 @@ def _qualities(
     names = [name for name in question.names if not compressor_class(name).one_union]
     if not source.entries():
         return {}
-    found: dict[Choice, float] = {}
+    qualities: dict[Choice, float] = {}
     # with local steps a system's name is that of the bare rule
     whole = SYSTEMS if 0 in question.local_steps else {}
     for prefix, systems in (("", whole), (RULE, {})):
@@ -167,7 +167,7 @@ def _qualities(
                 steps=captured,
                 client=client,
             )
-            found |= {(rules[r["estimator"]], r["ratio"]): r["mean"] for r in replayed}
+            qualities |= {(rules[r["estimator"]], r["ratio"]): r["mean"] for r in replayed}
     if isinstance(source, TraceSource):
         ran = str(source.trace.attrs.get("compressor"))
         bare = ran.removeprefix(RULE)
@@ -176,16 +176,16 @@ def _qualities(
         ratio = float(ratio) if isinstance(ratio, int | float) else math.nan
         # without a system of that name the rule is the same thing under both of its names
         runs = [(ran, ratio)] if bare in whole else [(bare, ratio), (RULE + bare, ratio)]
-        runs = [run for run in runs if run in found]
+        runs = [run for run in runs if run in qualities]
         # preferred to a replay, which only sees the captured steps
         # read only where it counts
         every = compression(source.trace) if runs else []
         recorded = [r["quality"] for r in every if captured is None or r["step"] in captured]
         # a step that the run refused has no target, and NaN
         if known := [q for q in recorded if math.isfinite(q)]:
-            found |= dict.fromkeys(runs, float(np.mean(known)))
+            qualities |= dict.fromkeys(runs, float(np.mean(known)))
     # of gradients with NaN a replay knows nothing
-    return {choice: q for choice, q in found.items() if math.isfinite(q)}
+    return {choice: q for choice, q in qualities.items() if math.isfinite(q)}
 
 
 def _unions(

@@ -210,15 +210,15 @@ def _table(question: Question, known: Evidence) -> Plan:
                     dense_seconds if row.sender is dense else here.seconds(row.sender)
                     for row in group
                 ]
-                found = [
+                group_records = [
                     row.record(at, here, row_seconds, dense_seconds)
                     for row, row_seconds in zip(group, seconds, strict=True)
                 ]
-                best = _recommended(found, seconds)
-                for i, record in enumerate(found):
+                best = _recommended(group_records, seconds)
+                for i, record in enumerate(group_records):
                     record |= {"recommended": i == best, "left_out": ", ".join(question.left_out)}
                 # what was not measured has NaN, which does not sort, and comes last
-                records += sorted(found, key=lambda r: (not r["measured"], r["seconds"]))
+                records += sorted(group_records, key=lambda r: (not r["measured"], r["seconds"]))
     return records
 
 
@@ -235,7 +235,7 @@ class _Row:
     def record(self, at: Record, draws: Draws, seconds: Seconds, dense: Seconds) -> dict[str, Any]:
         """Return the record at a rate; `seconds` has the step on every network, and `dense` the baseline's."""
         network = draws.networks[0]
-        found = {
+        record = {
             "compressor": self.sender.name,
             **at,
             "ratio": self.sender.ratio,
@@ -246,10 +246,10 @@ class _Row:
             **self.about,
             "measured": network.knows(self.sender.selections()),
         }
-        if not found["measured"]:  # what was not measured does not take no time
-            found |= {name: math.nan for name in _TIMED if name in found}
-            found |= {"pays": "", "codec_pays": "", "limit": "not measured"}
-        return found
+        if not record["measured"]:  # what was not measured does not take no time
+            record |= {name: math.nan for name in _TIMED if name in record}
+            record |= {"pays": "", "codec_pays": "", "limit": "not measured"}
+        return record
 
 
 def _groups(question: Question, known: Evidence, world: int) -> Iterator[Iterator[_Row]]:

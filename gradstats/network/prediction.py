@@ -316,11 +316,11 @@ def _break_even(network: Network, other: Sender, sender: Sender) -> tuple[float,
         # where both come to the same, nothing is gained
         return other.seconds(n) - seconds - _NOTHING * seconds
 
-    found = break_even(network, gain)
+    bandwidth = break_even(network, gain)
     # faster on the fastest links, and so perhaps everywhere
-    if math.isinf(found):
+    if math.isinf(bandwidth):
         if gain(network.slowed(SLOWEST)) >= 0:
-            return found, "always"
+            return bandwidth, "always"
         # it gains on fast links only: the end of that is where the opposite begins
         return break_even(network, lambda n: -gain(n)) / 1e6, "above"
-    return found / 1e6, "below" if found else "never"
+    return bandwidth / 1e6, "below" if bandwidth else "never"

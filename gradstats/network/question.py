@@ -113,14 +113,14 @@ class Question:
         local_steps : int
             Number of local steps. DDP's average of bfloat16 is not there with any.
         """
-        found: list[Choice] = []
+        choices: list[Choice] = []
         for name in dict.fromkeys([self.baseline, "none", *self.names]):
             if name in DDP_BYTES or not compressor_class(name).has_ratio:
-                found.append((name, None))
+                choices.append((name, None))
             else:
-                found += [(name, ratio) for ratio in dict.fromkeys(self.ratios)]
+                choices += [(name, ratio) for ratio in dict.fromkeys(self.ratios)]
         # LocalSteps exchanges without DDP, whose hook this is
-        return [each for each in found if not local_steps or each[0] != BASELINES["bf16"]]
+        return [each for each in choices if not local_steps or each[0] != BASELINES["bf16"]]
 
     @property
     def left_out(self) -> list[str]:
@@ -153,8 +153,8 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     if not workers:
         raise InputError("a plan needs at least 1 worker")
     several = isinstance(compute, Sequence | np.ndarray) and not isinstance(compute, str)
-    given: Any = check_several(compute, "compute") if several else [compute]  # type: ignore[arg-type]
-    times = [check_number(each, "compute", 0, math.inf, hint=", seconds") for each in given]
+    seconds: Any = check_several(compute, "compute") if several else [compute]  # type: ignore[arg-type]
+    times = [check_number(each, "compute", 0, math.inf, hint=", seconds") for each in seconds]
     if not times:
         raise InputError("compute must be seconds of a step, not an empty list")
     # negated, so that NaN is refused as well
@@ -207,9 +207,9 @@ def _link(rate: float | Link) -> Link:
 def _check_local(local_steps: Sequence[int], fragments: int, delay: int) -> list[int]:
     """Return numbers of local steps, in order, that leave room for the fragments and the delay."""
     asked = check_several(local_steps, "local_steps")
-    found = sorted({check_count(each, "local_steps", 0) for each in asked}) or [0]
-    for steps in found:
+    counts = sorted({check_count(each, "local_steps", 0) for each in asked}) or [0]
+    for steps in counts:
         check_room(steps, fragments, delay)
-    if not any(found) and (fragments > 1 or delay):
+    if not any(counts) and (fragments > 1 or delay):
         raise InputError("fragments and a delay are of local steps: give local steps, too")
-    return found
+    return counts

@@ -228,7 +228,7 @@ class Layerwise(Sender):
 
     def messages(self, network: Network) -> list[Message]:
         """Return the messages of merged layers."""
-        found = deliveries(
+        messages = deliveries(
             network,
             self.layers,
             self.world,
@@ -239,7 +239,7 @@ class Layerwise(Sender):
         )
         # each message has its share of the passes, by its number of elements
         share = self.memory(network) / self.numel
-        return [replace(m, select=m.select + share * m.numel) for m in found]
+        return [replace(m, select=m.select + share * m.numel) for m in messages]
 
     def memory(self, network: Network) -> float:
         """Return the seconds of the memory's passes."""
@@ -334,10 +334,12 @@ class Local(OneMessage):
         """Return the mean of the local steps of an interval."""
         one, compute = self.messages(network)[0], slower * self.forward
         # with a delay these passes stay in the thread that trains, as if a step took longer
-        own = self.memory(network) * _OWN_PASSES / _OUTER_PASSES if self.delay else 0.0
+        thread_seconds = self.memory(network) * _OWN_PASSES / _OUTER_PASSES if self.delay else 0.0
         # of one fragment, without what the training thread does itself
-        exchanged = self.steps * (one.select + one.communicate - own / self.fragments)
-        interval = local_interval(compute + own, exchanged, self.steps, self.fragments, self.delay)
+        exchanged = self.steps * (one.select + one.communicate - thread_seconds / self.fragments)
+        interval = local_interval(
+            compute + thread_seconds, exchanged, self.steps, self.fragments, self.delay
+        )
         end = interval / self.steps - compute
         # what is hidden began before the end of computing
         begun = end - self.fragments * one.communicate
@@ -371,7 +373,7 @@ def sender(
         Local steps from one exchange to the next; 0 for an exchange in every step, by DDP.
     """
     ddp = name in DDP_BYTES
-    kept = known.qualities.get((name, ratio))
+    quality = known.qualities.get((name, ratio))
     codec = PLAIN if ddp else question.codec.only(codecs(name))
     slowest = question.slowest(world)
     # one measured time says nothing about waiting: none is assumed
@@ -389,7 +391,7 @@ def sender(
     def one(numel: int) -> Exchange:
         k = target_count(ratio, numel) if ratio else numel
         # a rule may keep more than k, but not more than there is
-        selected = None if kept is None else min(numel, round(kept * k))
+        selected = None if quality is None else min(numel, round(quality * k))
         sent_as = "none" if ddp else name
         return exchange(sent_as, numel, ratio or 1.0, world, selected=selected, codec=codec)
 
@@ -413,7 +415,7 @@ def sender(
     if ratio is not None and name in SYSTEMS:
         system = SYSTEMS[name]
         ratios, single = _treatment(
-            name, system, known.layers, ratio, 1.0 if kept is None else kept
+            name, system, known.layers, ratio, 1.0 if quality is None else quality
         )
         corrects = issubclass(system.memory, MomentumCorrection)
         passes = _CORRECTION_PASSES if corrects else 1
@@ -424,11 +426,11 @@ def sender(
 
 
 def _treatment(
-    name: str, system: System, layers: Sequence[Layer], ratio: float, kept: float
+    name: str, system: System, layers: Sequence[Layer], ratio: float, quality: float
 ) -> tuple[dict[str, float], set[str]]:
     """Return each layer's ratio and which layers send one value, by the selectors that the system has for them.
 
-    `kept` is k̂/k of the threshold rule of the system's name; other selections are exact.
+    `quality` is k̂/k of the threshold rule of the system's name; other selections are exact.
     """
     dimensions = {layer.name: len(layer.shape) for layer in layers}
     # a source of vectors alone does not say what they were
@@ -438,7 +440,7 @@ def _treatment(
     for layer in layers:
         selector = choose(layer.name, layer.numel)
         searched = isinstance(selector, ThresholdSelector) and selector.estimator.name == name
-        most = ratio * kept if searched else ratio
+        most = ratio * quality if searched else ratio
         # a selector sends at least one element of every layer
         ratios[layer.name] = 1.0 if selector.whole else min(1.0, max(most, 1 / layer.numel))
     # asked as of a large layer: a small one of RedSync's counts as quantised, too

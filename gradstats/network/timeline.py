@@ -150,7 +150,7 @@ def deliveries(
         packing, unpacking and the fixed cost of a message are in `select`, and `communicate` is the time of the bytes.
     """
     numel = sum(layer.numel for layer in layers)
-    found = []
+    messages = []
     for message in _merged(layers, merge):
         elements = sum(layer.numel for layer in message)
         if ratio is None:
@@ -160,8 +160,8 @@ def deliveries(
                 # with bfloat16 the hook converts before and after
                 local = [Work("average", elements, 2)]
         else:
-            kept = [ratio[each.name] if isinstance(ratio, Mapping) else ratio for each in message]
-            counts = [target_count(r, each.numel) for r, each in zip(kept, message, strict=True)]
+            ratios = [ratio[each.name] if isinstance(ratio, Mapping) else ratio for each in message]
+            counts = [target_count(r, each.numel) for r, each in zip(ratios, message, strict=True)]
             asked = [
                 (k, 1 if each.name in single else k, each.numel)
                 for k, each in zip(counts, message, strict=True)
@@ -195,7 +195,7 @@ def deliveries(
             # the cost of an empty message is paid on a core, not on the wire
             handling = min(exchanged, sum(network.line(w.operation, world).at(0) for w in works))
             select, exchanged, alongside = select + alongside + handling, exchanged - handling, 0.0
-        found.append(
+        messages.append(
             Message(
                 layers=tuple(layer.name for layer in message),
                 numel=elements,
@@ -206,7 +206,7 @@ def deliveries(
                 bytes_sent=sum(lengths),
             )
         )
-    return found
+    return messages
 
 
 def layer_ratios(
@@ -324,13 +324,13 @@ def lags_way(
     messages = deliveries(network, layers, world, smallest, **options)
     costs = _costs(network, world, sum(layer.numel for layer in layers), smallest, codec)
     known = ways(messages, costs, smallest)
-    found = [_sent_as(way, layers, messages) for way in known]
+    candidates = [_sent_as(way, layers, messages) for way in known]
     seconds = [
         simulate(deliveries(network, sent, world, ratios, **options), forward).seconds
-        for sent, ratios in found
+        for sent, ratios in candidates
     ]
     # a single prediction of each way, where a run has several measured rounds
-    return found[preferred(known, [[s] for s in seconds], reference(known, seconds))]
+    return candidates[preferred(known, [[s] for s in seconds], reference(known, seconds))]
 
 
 def local_interval(

@@ -51,7 +51,7 @@ def union_growth(
     chosen = sorted(common) if steps is None else list(steps)
     if not chosen or not common.issuperset(chosen):
         raise InputError(f"{trace.path} has no such step on all of its ranks")
-    found = []
+    growth = []
     for step in chosen:
         # how many ranks have selected each position
         times = np.zeros(trace.numel, np.uint16)
@@ -61,5 +61,5 @@ def union_growth(
             # += counts each index once, and the positions of a selection are distinct
             times[np.asarray(selection.indices)] += 1
         counts = np.bincount(times, minlength=len(trace.ranks) + 1).astype(np.int64)
-        found.append(fit_union(counts))
-    return found
+        growth.append(fit_union(counts))
+    return growth

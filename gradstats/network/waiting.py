@@ -38,8 +38,8 @@ def largest_normal(probabilities: NDArray[np.float64], count: int) -> NDArray[np
     from scipy.special import ndtri_exp
 
     # P(max ≤ x) = Φ(x)ⁿ; in logarithms, because the n-th root of p rounds to 1 for large n
-    found: NDArray[np.float64] = ndtri_exp(np.log(probabilities) / count)
-    return found
+    quantiles: NDArray[np.float64] = ndtri_exp(np.log(probabilities) / count)
+    return quantiles
 
 
 def expected_largest(count: int) -> float:

@@ -138,11 +138,11 @@ def _controls(each: Mapping[str, Magnitudes]) -> Iterator[tuple[Any, str, Magnit
 def _remaining(m: Magnitudes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return ranks k and σ_k over the norm, cell by cell from the largest."""
     # relative to the largest: squares neither overflow nor vanish
-    kept = np.cumsum((m.weight * (m.middle / m.max) ** 2)[::-1])
+    energy = np.cumsum((m.weight * (m.middle / m.max) ** 2)[::-1])
     ranks = np.cumsum(m.weight[::-1])
     # where each rank falls among the cells; neighbouring ranks share large ones
     picks = np.unique(np.searchsorted(ranks, log_ranks(m.count)).clip(0, ranks.size - 1))
-    left = np.sqrt(np.maximum(1 - kept[picks] / kept[-1], 0.0))
+    left = np.sqrt(np.maximum(1 - energy[picks] / energy[-1], 0.0))
     # below 1e-6 the difference of two sums is rounding
     return np.rint(ranks[picks]).astype(np.int64), np.where(left > 1e-6, left, np.nan)
 
@@ -177,9 +177,9 @@ def local_exponent(
     each = {label: as_magnitudes(x) for label, x in vectors.items()}
 
     def estimate(m: Magnitudes) -> _Points:
-        found = local_exponents(m, per_decade)
+        exponents = local_exponents(m, per_decade)
         # the middle of a range on a logarithmic axis
-        return [math.sqrt(e.first * e.last) for e in found], found
+        return [math.sqrt(e.first * e.last) for e in exponents], exponents
 
     _exponents(ax, each, estimate)
     most = max([10, *(m.count for m in each.values())])
@@ -214,8 +214,8 @@ def window_exponent(
     shares = np.geomspace(1e-4, 0.1, 13).tolist()
 
     def estimate(m: Magnitudes) -> _Points:
-        found = window_exponents(m, shares)
-        return [e.last / m.count for e in found], found
+        exponents = window_exponents(m, shares)
+        return [e.last / m.count for e in exponents], exponents
 
     _exponents(ax, each, estimate)
     ax.set(xlabel="share of the non-zero elements in the window", ylabel="exponent p of the window")
@@ -229,20 +229,20 @@ def _exponents(
 ) -> None:
     """Draw exponents with their intervals, those of the controls in grey and without, and the line at ½."""
     for i, (label, m) in enumerate(each.items()):
-        at, found = estimate(m)
+        at, exponents = estimate(m)
         colour = PALETTE[i % 10]
         ax.plot(
             at,
-            [e.p for e in found],
+            [e.p for e in exponents],
             marker=MARKERS[i % len(MARKERS)],
             ms=4,
             color=colour,
             label=label,
         )
         # controls have no chance in them, and so no interval
-        bounds = [e.p_low for e in found], [e.p_high for e in found]
+        bounds = [e.p_low for e in exponents], [e.p_high for e in exponents]
         ax.fill_between(at, *bounds, color=colour, alpha=0.2)
     for style, label, ideal in _controls(each):
-        at, found = estimate(ideal)
-        ax.plot(at, [e.p for e in found], color="0.5", ls=style, label=label)
+        at, exponents = estimate(ideal)
+        ax.plot(at, [e.p for e in exponents], color="0.5", ls=style, label=label)
     ax.axhline(0.5, color="black", lw=1, ls=(0, (1, 3)), label="p = ½")

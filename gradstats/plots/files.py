@@ -140,15 +140,15 @@ def darken(figure: Figure) -> Callable[[], None]:
         (tick, *_) = axis.get_major_ticks(1)
         mark, label = tick.tick1line.get_markeredgecolor(), tick.label1.get_color()
         ticks.append((axis, {"color": mark, "labelcolor": label}))
-    found = []
+    colours = []
     for artist in figure.findobj():
         # a map's colours are a scale with a bar beside it
         mapped = getattr(artist, "get_array", lambda: None)() is not None
         for part in () if mapped else _PARTS:
             get, put = (getattr(artist, f"{verb}_{part}", None) for verb in ("get", "set"))
             if get is not None and put is not None:
-                found.append((put, get()))
-    for put, colour in found:  # after all are read, as one may set another
+                colours.append((put, get()))
+    for put, colour in colours:  # after all are read, as one may set another
         put(_inverted(colour))
     for axis, _ in ticks:  # those of ticks that a later drawing adds
         axis.set_tick_params(colors=_inverted("black"), labelcolor=_inverted("black"))
@@ -156,7 +156,7 @@ def darken(figure: Figure) -> Callable[[], None]:
     def restore() -> None:
         for axis, plain in ticks:
             axis.set_tick_params(**plain)
-        for put, colour in found:
+        for put, colour in colours:
             put(colour)
 
     return restore

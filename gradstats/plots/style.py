@@ -125,7 +125,7 @@ def look_of(name: str) -> dict[str, Any]:
         ``color``, ``marker`` and ``ls`` of :meth:`matplotlib.axes.Axes.plot`.
     """
     # a fixed list: a rule has its colour whatever else is drawn
-    known = ["exact", *(rule for rule in ESTIMATORS.own if rule != "exact"), *_OTHERS]
+    known = ["exact", *(rule for rule in ESTIMATORS.built_in if rule != "exact"), *_OTHERS]
     rule = {"topk": "exact"}.get(name, name)
     # what others add has a place of its own that does not depend on what is drawn beside it
     place = known.index(rule) if rule in known else len(known) + crc32(name.encode()) % 60

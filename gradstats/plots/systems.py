@@ -130,9 +130,9 @@ def training_curves(
     InputError
         If there is no such quantity.
     """
-    for given, names in ((value, _MEASURED), (by, _SPENT)):
-        if given not in names:
-            raise unknown("quantity", given, names)
+    for quantity, names in ((value, _MEASURED), (by, _SPENT)):
+        if quantity not in names:
+            raise unknown("quantity", quantity, names)
     _bands(records, by, value, ax)
     sampled = " in the captured steps" if any(r.get("sampled") for r in records) else ""
     ax.set(xlabel=_SPENT[by] + sampled * (by == "megabytes"), ylabel=_MEASURED[value])

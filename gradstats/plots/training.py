@@ -263,12 +263,12 @@ def _named(array: DataArray) -> str:
     return _long_name(array) if unit == "1" else f"{_long_name(array)} ({unit})"
 
 
-def _by_layer(dataset: Dataset, quantity: str, kept: tuple[str, ...]) -> DataArray:
+def _by_layer(dataset: Dataset, quantity: str, dimensions: tuple[str, ...]) -> DataArray:
     """Return a quantity over layers and the dimensions kept, averaged over ranks if these are not kept."""
     array = dataset[quantity].sel(layer=[name for name in dataset["layer"].values if name != "all"])
-    if "rank" in array.dims and "rank" not in kept:
+    if "rank" in array.dims and "rank" not in dimensions:
         array = array.mean("rank")
-    other = [str(d) for d in array.dims if d not in ("layer", *kept)]
+    other = [str(d) for d in array.dims if d not in ("layer", *dimensions)]
     if other:
         raise InputError(
             f"a map has layers and steps only; use dataset.sel to choose one {', one '.join(other)}"

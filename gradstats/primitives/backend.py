@@ -250,8 +250,8 @@ def triton_runs(index: int) -> bool:
         one = torch.ones(1, device=torch.device("cuda", index))
         sums = triton_kernels.sums(one, 0.0, True).tolist()
         counts = triton_kernels.counts(one, 7)[0].sum().item()
-        kept = [len(triton_kernels.select(one, 1.0)[0]), len(triton_kernels.topk(one, 1)[0])]
-        return [sums[0], counts, *kept] == [1, 1, 1, 1]
+        lengths = [len(triton_kernels.select(one, 1.0)[0]), len(triton_kernels.topk(one, 1)[0])]
+        return [sums[0], counts, *lengths] == [1, 1, 1, 1]
     except Exception as error:
         # no compiler, no headers, a device too old: torch's operators read what it would
         why = " ".join(str(error).split())[:200]

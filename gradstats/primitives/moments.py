@@ -212,8 +212,8 @@ def exceedances(x: Array, above: float) -> Moments:
         # imported where it runs, as loops bring Numba with them
         from gradstats.primitives.loops.sums import block_tail
 
-        found: tuple[int, float, float] = block_tail(block, low)
-        return found
+        sums: tuple[int, float, float] = block_tail(block, low)
+        return sums
 
     return _tail(x, above, *_added(map_blocks(tail, x)))
 
@@ -361,8 +361,8 @@ def _signed(_: int, block: NDArray[Any]) -> tuple[int, float, float]:
     if block.dtype == np.float32:
         from gradstats.primitives.loops.sums import block_signed
 
-        found: tuple[int, float, float] = block_signed(block)
-        return found
+        sums: tuple[int, float, float] = block_signed(block)
+        return sums
     finite = block[np.isfinite(block)]
     # partial sums may become infinite with either sign, and NaN together
     with np.errstate(over="ignore", invalid="ignore"):
@@ -377,15 +377,15 @@ def _block(block: NDArray[Any], above: float, log: bool) -> Sums:
         return block_moments(block, narrowed(above), log)
     magnitude = np.abs(block)
     finite = magnitude[np.isfinite(magnitude)]
-    kept = finite[(finite > 0) & (finite >= above)]
+    terms = finite[(finite > 0) & (finite >= above)]
     with np.errstate(over="ignore"):  # sums beyond float64's range are infinite
-        total, squares = float(kept.sum()), float(np.square(kept).sum())
+        total, squares = float(terms.sum()), float(np.square(terms).sum())
     return (
-        kept.size,
+        terms.size,
         finite.size - int(np.count_nonzero(finite)),
         magnitude.size - finite.size,
         total,
         squares,
-        float(np.log(kept).sum()) if log else 0.0,
-        float(kept.max(initial=0.0)),
+        float(np.log(terms).sum()) if log else 0.0,
+        float(terms.max(initial=0.0)),
     )

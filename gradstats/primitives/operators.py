@@ -87,16 +87,16 @@ def sums(x: torch.Tensor, above: float, log: bool) -> torch.Tensor:
         magnitude = chunk.abs()
         # false for NaN, too
         finite = magnitude < math.inf
-        kept = finite & (magnitude > 0) & (magnitude >= above)
+        mask = finite & (magnitude > 0) & (magnitude >= above)
         # masked: to select, the host would have to wait for the number of elements
-        some = torch.where(kept, magnitude, 0.0)
+        some = torch.where(mask, magnitude, 0.0)
         wide = some.double()
         logs = (
             # ln 1 = 0 for what is left out; widened first, as float32's logarithm rounds
-            torch.where(kept, magnitude, 1.0).double().log_().sum() if log else wide.new_zeros(())
+            torch.where(mask, magnitude, 1.0).double().log_().sum() if log else wide.new_zeros(())
         )
         return [
-            *(kept.sum(), (magnitude == 0).sum(), (~finite).sum()),
+            *(mask.sum(), (magnitude == 0).sum(), (~finite).sum()),
             *(wide.sum(), wide.square().sum(), logs, some.max()),
         ]
 
@@ -137,9 +137,9 @@ def _first_sums(
     """Return (count, sum, squares) of a part of each chunk: which elements are in it, and what is added up of them."""
 
     def row(chunk: torch.Tensor) -> list[torch.Tensor]:
-        kept, values = part(chunk)
-        wide = torch.where(kept, values, 0.0).double()
-        return [kept.sum(), wide.sum(), wide.square().sum()]
+        mask, values = part(chunk)
+        wide = torch.where(mask, values, 0.0).double()
+        return [mask.sum(), wide.sum(), wide.square().sum()]
 
     count, total, squares = _rows(x, row, 3).sum(0).tolist()
     return int(count), total, squares
@@ -147,7 +147,7 @@ def _first_sums(
 
 def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the elements by their leading bits, NaN too, and leave the counts on the device."""
-    found = torch.zeros(1 << (8 + bits), dtype=torch.int64, device=x.device)
+    histogram = torch.zeros(1 << (8 + bits), dtype=torch.int64, device=x.device)
     zeros = torch.zeros((), dtype=torch.int64, device=x.device)
     one = torch.ones((), dtype=torch.int64, device=x.device)
     for _, chunk in _chunks(_in_memory_order(x)):
@@ -156,10 +156,10 @@ def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         bins = (magnitude.view(torch.int32) >> (23 - bits)).long()
         # counts add up to the same in any order; bincount would ask the host for their largest
         # `one` is expanded: a single number is read, not a chunk of ones
-        found.scatter_add_(0, bins, one.expand_as(bins))
+        histogram.scatter_add_(0, bins, one.expand_as(bins))
     # they share the lowest bin with the smallest denormals
-    found[0] -= zeros
-    return found, zeros
+    histogram[0] -= zeros
+    return histogram, zeros
 
 
 def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,9 +168,9 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
     indices, values = [x.new_empty(0, dtype=torch.int64)], [x.new_empty(0)]
     for offset, chunk in _chunks(x):
         # in the precision that `low` was rounded to; float16 would round it again
-        kept = (_widened(chunk).abs() >= low).nonzero().view(-1)
-        indices.append(kept + offset)
-        values.append(chunk[kept])
+        places = (_widened(chunk).abs() >= low).nonzero().view(-1)
+        indices.append(places + offset)
+        values.append(chunk[places])
     return torch.cat(indices), torch.cat(values)
 
 
@@ -287,8 +287,8 @@ def occupied(counts: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]
         Elements in each of them.
     """
     bins = counts.nonzero().view(-1)
-    found = torch.stack([bins, counts[bins]]).cpu().numpy()
-    return found[0], found[1]
+    pair = torch.stack([bins, counts[bins]]).cpu().numpy()
+    return pair[0], pair[1]
 
 
 def descend(
@@ -325,8 +325,8 @@ def descend(
     # `place` is one too far where no bin is reached; clamped, what is read is not used
     around = torch.cat([here - 1, here, here + 1]).clamp_(0, finite - 1)
     last = reached[place.clamp(max=finite - 1)]
-    found = torch.cat([here, last, counts[around], counts[finite:].sum()[None]]).tolist()
-    i, above, before, inside, after, nonfinite = (int(each) for each in found)
+    numbers = torch.cat([here, last, counts[around], counts[finite:].sum()[None]]).tolist()
+    i, above, before, inside, after, nonfinite = (int(each) for each in numbers)
     return i, above, (before, inside, after), nonfinite
 
 
@@ -380,5 +380,5 @@ def keep(selection: Selection, threshold: float) -> Selection:
     threshold : float
         Least magnitude kept, a number of the gradient's precision.
     """
-    kept = (_widened(selection.values).abs() >= threshold).nonzero().view(-1)
-    return Selection(selection.indices[kept], selection.values[kept])
+    places = (_widened(selection.values).abs() >= threshold).nonzero().view(-1)
+    return Selection(selection.indices[places], selection.values[places])

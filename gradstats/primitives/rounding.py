@@ -191,10 +191,10 @@ def _arrived(
         counts.nonzero += int(there.sum())
         counts.zeros += int(((numbers == 0) & there).sum())
         counts.saturated += int(form.beyond(scaled).sum())
-        found = form.restored(numbers, scales).view(-1)[: x.numel()]
+        arrival = form.restored(numbers, scales).view(-1)[: x.numel()]
         if signs is not None:
-            found = rotated(found.view(-1, signs.numel()), signs, back=True).view(-1)
-        yield found[: message.numel()]
+            arrival = rotated(arrival.view(-1, signs.numel()), signs, back=True).view(-1)
+        yield arrival[: message.numel()]
 
 
 @dataclass
@@ -244,14 +244,14 @@ def measure(way: Way, sent: Sequence[Message], seed: int) -> list[Measured]:
             total = [sum(column[1:], column[0]) for column in zip(*pieces, strict=True)]
             sums[-1].add(total[0], total[1], total[2])
     bits = [_bits(way, s) for s in sent]
-    found = [
+    measurements = [
         _measured(1, s, each, [c], b)
         for s, each, c, b in zip(sent, sums, counts, bits, strict=False)
     ]
     if len(sent) > 1:
-        found.append(_measured(len(sent), sent[0], sums[-1], counts, float(np.mean(bits))))
-        found[-1].nonfinite = sum(each.nonfinite for each in found[:-1])
-    return found
+        measurements.append(_measured(len(sent), sent[0], sums[-1], counts, float(np.mean(bits))))
+        measurements[-1].nonfinite = sum(each.nonfinite for each in measurements[:-1])
+    return measurements
 
 
 def _unit(sent: Message) -> float:
@@ -270,17 +270,17 @@ def _spread(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield a gradient, what was sent of it before rounding, and what arrives, all piece by piece in float64."""
     if sent.places is None:
-        for (_, exact), found in zip(sent.pieces(), arrived, strict=True):
-            yield exact, exact, found.double()
+        for (_, exact), arrival in zip(sent.pieces(), arrived, strict=True):
+            yield exact, exact, arrival.double()
         return
     (all_of_it,) = arrived
     for where, exact in sent.pieces():
         first, last = np.searchsorted(sent.places, (where.start, where.stop))
         inside = torch.from_numpy(sent.places[first:last] - where.start)
-        chosen, found = torch.zeros_like(exact), torch.zeros_like(exact)
+        chosen, arrival = torch.zeros_like(exact), torch.zeros_like(exact)
         chosen[inside] = exact[inside]
-        found[inside] = all_of_it[int(first) : int(last)].double()
-        yield exact, chosen, found
+        arrival[inside] = all_of_it[int(first) : int(last)].double()
+        yield exact, chosen, arrival
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -295,9 +295,9 @@ class _Sums:
         self._unit = unit
         self.square = self.error = self.along = self.arrived = self.product = self.dropped = 0.0
 
-    def add(self, exact: torch.Tensor, chosen: torch.Tensor, found: torch.Tensor) -> None:
+    def add(self, exact: torch.Tensor, chosen: torch.Tensor, arrival: torch.Tensor) -> None:
         """Add one piece."""
-        g, q = exact * self._unit, found * self._unit
+        g, q = exact * self._unit, arrival * self._unit
         # of the difference itself: the difference of sums of squares would lose a small error
         off = q - g
         self.square += _dot(g, g)

@@ -110,10 +110,10 @@ def selection_like(x: Array, indices: NDArray[np.int64], values: NDArray[Any]) -
     if is_tensor(x):
         torch = sys.modules["torch"]
         # narrower types were widened, so the way back is exact
-        found = torch.from_numpy(indices), torch.from_numpy(values)
-        if x.is_cpu and x.dtype == found[1].dtype:
-            return Selection(*found)
-        return Selection(found[0].to(x.device), found[1].to(x.device, x.dtype))
+        tensors = torch.from_numpy(indices), torch.from_numpy(values)
+        if x.is_cpu and x.dtype == tensors[1].dtype:
+            return Selection(*tensors)
+        return Selection(tensors[0].to(x.device), tensors[1].to(x.device, x.dtype))
     return Selection(indices, values.astype(x.dtype, copy=False))
 
 
@@ -126,7 +126,7 @@ def _select_run(
     run: Iterable[tuple[int, NDArray[Any]]], numel: int, threshold: float, low: int
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Return the positions and values of the elements to keep in successive blocks."""
-    indices, values, found = np.empty(0, np.int64), np.empty(0, np.float32), 0
+    indices, values, count = np.empty(0, np.int64), np.empty(0, np.float32), 0
     first = -1
     wide: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
     for offset, block in run:
@@ -134,21 +134,21 @@ def _select_run(
         first = offset if first < 0 else first
         if block.dtype == np.float64:
             magnitude = np.abs(block)
-            kept = np.flatnonzero((magnitude >= threshold) if threshold > 0 else (magnitude > 0))
-            wide.append((kept + offset, block[kept]))
+            places = np.flatnonzero((magnitude >= threshold) if threshold > 0 else (magnitude > 0))
+            wide.append((places + offset, block[places]))
             continue
         from gradstats.primitives.loops.selection import block_select
 
-        if indices.size - found < block.size:
+        if indices.size - count < block.size:
             # Room at the rate so far, and for the worst block; pages that are never written cost nothing.
-            rate = found / (offset - first) if offset > first else 0.0
-            size = max(int(1.05 * rate * numel), found) + block.size
-            indices, values = _grown(indices, found, size), _grown(values, found, size)
-        found = block_select(block, np.int32(low), offset, indices, values, found)
+            rate = count / (offset - first) if offset > first else 0.0
+            size = max(int(1.05 * rate * numel), count) + block.size
+            indices, values = _grown(indices, count, size), _grown(values, count, size)
+        count = block_select(block, np.int32(low), offset, indices, values, count)
     if wide:
         return np.concatenate([i for i, _ in wide]), np.concatenate([v for _, v in wide])
     # views: the room behind them was reserved, and never written to
-    return indices[:found], values[:found]
+    return indices[:count], values[:count]
 
 
 def _grown(array: NDArray[Any], used: int, size: int) -> NDArray[Any]:
@@ -197,8 +197,8 @@ def top_candidates(
         low = 0.0
     elif low is None and numel <= _FEW and not on_device and (few := _top_of_few(x, k)):
         return few
-    elif low is None and on_device and (found := _top_on_device(x, k)):
-        return found
+    elif low is None and on_device and (top := _top_on_device(x, k)):
+        return top
     # deviations of a count in a sample: of independent elements one in three million lies beyond
     slack = 5.0
     while True:
@@ -237,8 +237,8 @@ def _top_of_few(x: Array, k: int) -> tuple[float, Selection] | None:
         return None
     flat, _ = view
     if flat.size <= SORTED:
-        found = top_sorted(flat, k)
-        return found and (found[0], selection_like(x, *found[1:]))
+        top = top_sorted(flat, k)
+        return top and (top[0], selection_like(x, *top[1:]))
     from gradstats.primitives.loops.selection import block_select, keep_at_least
 
     first, beyond, _ = _bin_of(flat, k, _SHIFT)
@@ -318,13 +318,13 @@ def _bin_of(x: NDArray[Any], k: int, shift: int) -> tuple[int, int, int]:
     return i << shift, i + 1 << shift, k - (reached - int(counts[i]))
 
 
-def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
+def _kth_magnitude(elements: Array, k: int, high: float) -> float | None:
     """Return the k-th largest finite magnitude, None if there are fewer; only what lies under `high` is sorted."""
-    if device_code(found) is not None:
+    if device_code(elements) is not None:
         from gradstats.primitives import operators
 
-        return operators.kth_magnitude(found, k)
-    values = as_numpy(found)
+        return operators.kth_magnitude(elements, k)
+    values = as_numpy(elements)
     if values.dtype != np.float32:
         magnitude = np.abs(values)
         magnitude = magnitude[np.isfinite(magnitude)]
@@ -340,12 +340,12 @@ def _kth_magnitude(found: Array, k: int, high: float) -> float | None:
         return None
     if above >= k:  # the bracket missed
         above, n = block_under(values, _INFINITY, bits)
-    found, rank = bits[:n], k - above
+    candidates, rank = bits[:n], k - above
     if n >= _MANY:
-        first, beyond, rank = _bin_of(found, rank, _FINE)
-        found = found[(found >= first) & (found < beyond)]
-    found.partition(found.size - rank)
-    return float(found[found.size - rank].view(np.float32))
+        first, beyond, rank = _bin_of(candidates, rank, _FINE)
+        candidates = candidates[(candidates >= first) & (candidates < beyond)]
+    candidates.partition(candidates.size - rank)
+    return float(candidates[candidates.size - rank].view(np.float32))
 
 
 def keep(selection: Selection, threshold: float) -> Selection:
@@ -373,8 +373,8 @@ def keep(selection: Selection, threshold: float) -> Selection:
         # the loop moved what is kept to the front of the same memory
         return Selection(selection.indices[:n], selection.values[:n])
     magnitude = np.abs(as_numpy(selection.values))
-    kept = np.flatnonzero(magnitude >= threshold)
-    index = torch_index(kept, selection.indices)
+    places = np.flatnonzero(magnitude >= threshold)
+    index = torch_index(places, selection.indices)
     return Selection(selection.indices[index], selection.values[index])
 
 
@@ -467,21 +467,21 @@ def topk(x: Array, k: int) -> Selection:
     if code is not None and k:
         return Selection(*code.topk(x, k))
     # k is 0 for an empty gradient alone: nothing, in its own type
-    found = top_candidates(x, k)[1] if k else select(x, math.inf)
-    if len(found) > k:
-        magnitude = np.abs(as_numpy(found.values))
+    selection = top_candidates(x, k)[1] if k else select(x, math.inf)
+    if len(selection) > k:
+        magnitude = np.abs(as_numpy(selection.values))
         kth = np.partition(magnitude, magnitude.size - k)[magnitude.size - k]
         over, tied = magnitude > kth, magnitude == kth
-        kept = np.flatnonzero(over | (tied & (tied.cumsum() <= k - np.count_nonzero(over))))
-        index = torch_index(kept, found.indices)
-        return Selection(found.indices[index], found.values[index])
-    if len(found) < k:  # of the first k places at least those missing are free
-        positions, values = as_positions(found.indices), as_numpy(found.values)
+        places = np.flatnonzero(over | (tied & (tied.cumsum() <= k - np.count_nonzero(over))))
+        index = torch_index(places, selection.indices)
+        return Selection(selection.indices[index], selection.values[index])
+    if len(selection) < k:  # of the first k places at least those missing are free
+        positions, values = as_positions(selection.indices), as_numpy(selection.values)
         open_ = np.ones(k, bool)
         open_[positions[positions < k]] = False
-        free = np.flatnonzero(open_)[: k - len(found)]
+        free = np.flatnonzero(open_)[: k - len(selection)]
         positions = np.concatenate([positions, free])
         order = positions.argsort()
         values = np.concatenate([values, np.zeros(free.size, values.dtype)])
         return selection_like(x, positions[order], values[order])
-    return found
+    return selection

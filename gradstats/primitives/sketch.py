@@ -539,14 +539,14 @@ def _finite_magnitudes(x: Array) -> NDArray[np.float64]:
 def _positive(values: NDArray[Any]) -> NDArray[np.float64]:
     """Return the finite non-zero magnitudes of float32 or float64 elements."""
     magnitude: NDArray[Any] = np.abs(values)
-    found: NDArray[np.float64]
+    positives: NDArray[np.float64]
     if magnitude.dtype == np.float64:
-        found = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
-        return found
+        positives = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
+        return positives
     # by bits: where denormals are flushed, they are zero to a comparison of floats
     bits = magnitude.view(np.int32)
     bits = bits[(bits > 0) & (bits < 0x7F800000)]
-    found = bits.view(np.float32).astype(np.float64)
-    tiny = found < _NORMAL
-    found[tiny] = bits[tiny] * _LEAST
-    return found
+    positives = bits.view(np.float32).astype(np.float64)
+    tiny = positives < _NORMAL
+    positives[tiny] = bits[tiny] * _LEAST
+    return positives

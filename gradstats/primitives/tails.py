@@ -245,9 +245,9 @@ def tails(x: Array, least: float = 0.0) -> Tails:
         # the bins behind the last edge are infinity and NaN
         weight = code.counts(x, bits)[0][lowest : lowest + left.size]
         middle = _middles_there(x.device, bits, known)[lowest:]
-        found = DeviceTails(left, right, operators.tail_sums(weight, middle))
-        found.middle = middle
-        return found
+        device_tails = DeviceTails(left, right, operators.tail_sums(weight, middle))
+        device_tails.middle = middle
+        return device_tails
     counts = _counts_from(x, bits, lowest)
     if lowest:  # from a threshold on most cells have a count; from zero on few
         return _of_counts(counts, lowest, bits, known)
@@ -294,11 +294,11 @@ def _counts_from(x: Array, bits: int, lowest: int) -> NDArray[Any]:
         counts: NDArray[np.uint32] = loops.block_counts(block.view(np.uint32), lowest, 23 - bits)
         return counts
 
-    found = map_blocks(count, x)
-    if len(found) == 1:
-        return found[0]
-    total = np.zeros(max(map(len, found), default=0), np.int64)
-    for each in found:
+    parts = map_blocks(count, x)
+    if len(parts) == 1:
+        return parts[0]
+    total = np.zeros(max(map(len, parts), default=0), np.int64)
+    for each in parts:
         # each block's counts end at its own largest magnitude
         total[: each.size] += each
     return total

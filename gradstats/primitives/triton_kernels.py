@@ -74,7 +74,7 @@ def _loaded(x, start, numel, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["low"])
 def _sums_kernel(
     x,
-    found,
+    rows,
     numel,
     low,
     SIGNED: tl.constexpr,
@@ -97,13 +97,13 @@ def _sums_kernel(
     for i in range(BLOCKS):
         start = (program * BLOCKS + i) * BLOCK
         _, inside, value, bits = _loaded(x, start, numel, BLOCK)
-        kept = inside & (bits >= low) & (bits < _INFINITY)
-        count += kept.to(tl.int32)
+        mask = inside & (bits >= low) & (bits < _INFINITY)
+        count += mask.to(tl.int32)
         zeros += (inside & (bits == 0)).to(tl.int32)
         # no `inside`: beyond the end bits are 0
         nonfinite += (bits >= _INFINITY).to(tl.int32)
-        largest = tl.maximum(largest, tl.where(kept, bits, 0))
-        wide = tl.where(kept, value if SIGNED else tl.abs(value), 0.0).to(tl.float64)
+        largest = tl.maximum(largest, tl.where(mask, bits, 0))
+        wide = tl.where(mask, value if SIGNED else tl.abs(value), 0.0).to(tl.float64)
         total += wide
         squares += wide * wide
         if LOG:
@@ -112,9 +112,9 @@ def _sums_kernel(
             scaled = tl.where(tiny, bits.to(tl.float32).to(tl.int32, bitcast=True), bits)
             exponent = (scaled >> 23) - tl.where(tiny, 127 + 149, 127)
             mantissa = ((scaled & _MANTISSA) | _ONE).to(tl.float32, bitcast=True)
-            exponents += tl.where(kept, exponent, 0)
-            product *= tl.where(kept, mantissa, 1.0).to(tl.float64)
-    row = found + program * 7
+            exponents += tl.where(mask, exponent, 0)
+            product *= tl.where(mask, mantissa, 1.0).to(tl.float64)
+    row = rows + program * 7
     tl.store(row, tl.sum(count).to(tl.float64))
     tl.store(row + 1, tl.sum(zeros).to(tl.float64))
     tl.store(row + 2, tl.sum(nonfinite).to(tl.float64))
@@ -128,23 +128,23 @@ def _sums_kernel(
 
 @triton.jit
 def _counts_kernel(
-    x, found, zeros, numel, SHIFT: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr
+    x, counters, zeros, numel, SHIFT: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Count the elements of one block by their leading bits, in one of some histograms, and its zeros."""
     program = tl.program_id(0).to(tl.int64)
     _, inside, _, bits = _loaded(x, program * BLOCK, numel, BLOCK)
-    own = found + (program % COPIES) * ((_MASK >> SHIFT) + 1)
+    histogram = counters + (program % COPIES) * ((_MASK >> SHIFT) + 1)
     # zeros, of which a gradient may have many, would all wait for one counter
-    tl.atomic_add(own + (bits >> SHIFT), 1, mask=bits > 0, sem="relaxed")
+    tl.atomic_add(histogram + (bits >> SHIFT), 1, mask=bits > 0, sem="relaxed")
     tl.store(zeros + program, tl.sum((inside & (bits == 0)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["low"])
-def _hits_kernel(x, found, numel, low, BLOCK: tl.constexpr):
+def _hits_kernel(x, hits, numel, low, BLOCK: tl.constexpr):
     """Count the elements of one block to select."""
     program = tl.program_id(0).to(tl.int64)
     _, _, _, bits = _loaded(x, program * BLOCK, numel, BLOCK)
-    tl.store(found + program, tl.sum(((bits >= low) & (bits <= _INFINITY)).to(tl.int32)))
+    tl.store(hits + program, tl.sum(((bits >= low) & (bits <= _INFINITY)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["low"])
@@ -152,13 +152,13 @@ def _select_kernel(x, ends, indices, values, numel, low, BLOCK: tl.constexpr):
     """Write the elements of one block to select, in order, before the end of its part."""
     program = tl.program_id(0).to(tl.int64)
     at, _, value, bits = _loaded(x, program * BLOCK, numel, BLOCK)
-    kept = (bits >= low) & (bits <= _INFINITY)
-    hits = kept.to(tl.int32)
+    mask = (bits >= low) & (bits <= _INFINITY)
+    hits = mask.to(tl.int32)
     # `ends` count this program's elements, too
     place = tl.load(ends + program) - tl.sum(hits) + tl.cumsum(hits) - 1
-    tl.store(indices + place, at, mask=kept)
+    tl.store(indices + place, at, mask=mask)
     # exact: the value was widened from this type
-    tl.store(values + place, value.to(values.dtype.element_ty), mask=kept)
+    tl.store(values + place, value.to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def _ordered(x, start, numel, BLOCK: tl.constexpr):
 @triton.jit
 def _digits_kernel(
     x,
-    found,
+    counters,
     prefix,
     least,
     most,
@@ -188,7 +188,7 @@ def _digits_kernel(
         begun = ((bits >> SHIFT) >> WIDTH) == tl.load(prefix).to(tl.int32)
         digit = (bits >> SHIFT) & ((1 << WIDTH) - 1)
         counted = begun & (bits >= low) & (bits < high)
-        tl.atomic_add(found + digit, 1, mask=counted, sem="relaxed")
+        tl.atomic_add(counters + digit, 1, mask=counted, sem="relaxed")
 
 
 @triton.jit
@@ -210,13 +210,13 @@ def _topk_kernel(x, over_ends, tied_ends, kth, ties, indices, values, numel, BLO
     over = (bits > least).to(tl.int32)
     equal = (inside & (bits == least)).to(tl.int32)
     tied_before = tl.load(tied_ends + program) - tl.sum(equal)
-    kept = (over > 0) | ((equal > 0) & (tied_before + tl.cumsum(equal) <= most))
+    mask = (over > 0) | ((equal > 0) & (tied_before + tl.cumsum(equal) <= most))
     # larger ones of earlier programs, and of their ties those that are among the k
     before = tl.load(over_ends + program) - tl.sum(over) + tl.minimum(tied_before, most)
-    place = before + tl.cumsum(kept.to(tl.int32)) - 1
-    tl.store(indices + place, at, mask=kept)
+    place = before + tl.cumsum(mask.to(tl.int32)) - 1
+    tl.store(indices + place, at, mask=mask)
     sent = tl.where(bits > 0, value, 0.0)
-    tl.store(values + place, sent.to(values.dtype.element_ty), mask=kept)
+    tl.store(values + place, sent.to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -328,10 +328,12 @@ def counts(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     programs = triton.cdiv(x.numel(), BLOCK)
     # of few elements there is little to wait for, and copies have to be added up
     copies = COPIES if x.numel() >= SAMPLED else 1
-    found = torch.zeros((copies, 1 << (8 + bits)), dtype=_counter(x), device=x.device)
+    histograms = torch.zeros((copies, 1 << (8 + bits)), dtype=_counter(x), device=x.device)
     zeros = torch.zeros(programs, dtype=torch.int32, device=x.device)
-    _launch(_counts_kernel, programs, x, found, zeros, x.numel(), SHIFT=23 - bits, COPIES=copies)
-    return found.sum(0), zeros.sum()
+    _launch(
+        _counts_kernel, programs, x, histograms, zeros, x.numel(), SHIFT=23 - bits, COPIES=copies
+    )
+    return histograms.sum(0), zeros.sum()
 
 
 def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -341,10 +343,10 @@ def select(x: torch.Tensor, low: float) -> tuple[torch.Tensor, torch.Tensor]:
     _launch(_hits_kernel, programs, x, hits, x.numel(), _bits(low))
     ends = hits.cumsum(0)
     # the synchronisation: the host has to know how long the result is
-    found = int(ends[-1]) if programs else 0
-    indices = torch.empty(found, dtype=torch.int64, device=x.device)
-    values = torch.empty(found, dtype=x.dtype, device=x.device)
-    if found:
+    count = int(ends[-1]) if programs else 0
+    indices = torch.empty(count, dtype=torch.int64, device=x.device)
+    values = torch.empty(count, dtype=x.dtype, device=x.device)
+    if count:
         _launch(_select_kernel, programs, x, ends, indices, values, x.numel(), _bits(low))
     return indices, values
 
@@ -372,22 +374,22 @@ def _kth_bits(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     left = sum(_DIGITS)
     for width in _DIGITS:
         left -= width
-        found = torch.zeros(1 << width, dtype=_counter(x), device=x.device)
+        histogram = torch.zeros(1 << width, dtype=_counter(x), device=x.device)
         shape = {"SHIFT": left, "WIDTH": width}
-        _launch(_digits_kernel, programs, x, found, kth, least, most, x.numel(), **shape)
+        _launch(_digits_kernel, programs, x, histogram, kth, least, most, x.numel(), **shape)
         if width == _DIGITS[0] and x.numel() >= SAMPLED:
             # the sample misled where fewer than k reach the bound: the others are counted too, else there are none
-            lower = torch.where(found.sum() < k, 1, least)
-            _launch(_digits_kernel, programs, x, found, kth, lower, least, x.numel(), **shape)
+            lower = torch.where(histogram.sum() < k, 1, least)
+            _launch(_digits_kernel, programs, x, histogram, kth, lower, least, x.numel(), **shape)
             least = lower
-        found = found.long()
+        histogram = histogram.long()
         # what was left out: all that begin with the digits found are `inside`, and these are the smallest
-        found[:1] += inside - found.sum()
-        reached = found.flip(0).cumsum(0)
+        histogram[:1] += inside - histogram.sum()
+        reached = histogram.flip(0).cumsum(0)
         # from the highest digit down, the first with `rest` of them at or above it
         place = torch.searchsorted(reached, rest)
-        digit = found.numel() - 1 - place
-        inside = found[digit]
+        digit = histogram.numel() - 1 - place
+        inside = histogram[digit]
         rest = rest - (reached[place] - inside)
         kth = (kth << width) | digit
     return kth, rest

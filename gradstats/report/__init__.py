@@ -105,8 +105,8 @@ def write_report(
         {"source": m.source.name, "kind": kind, "question": question, "answer": v.headline}
         # a field of a record is one line; the answer has a line a sentence
         | {"numbers": v.numbers.replace("\n", " "), "warn": v.warn}
-        for m, kind, found in answers
-        for question, v in found.items()
+        for m, kind, verdicts in answers
+        for question, v in verdicts.items()
     )
 
 
@@ -129,14 +129,16 @@ _Answers: TypeAlias = list[tuple[Measured, Kind, dict[str, Verdict]]]
 def _told_apart(sources: Sequence[Source]) -> list[Source]:
     """Return sources that are told apart by their names: two traces of one name in two folders by their paths."""
     times = Counter(source.name for source in sources)
-    found: list[Source] = []
+    distinct_sources: list[Source] = []
     for i, source in enumerate(sources, 1):
         if times[source.name] > 1:
             # a copy, for the user may have more to do with the source
             source, name = copy(source), argument_of(source)
-            source.name = f"{name} ({i})" if name in {each.name for each in found} else name
-        found.append(source)
-    return found
+            source.name = (
+                f"{name} ({i})" if name in {each.name for each in distinct_sources} else name
+            )
+        distinct_sources.append(source)
+    return distinct_sources
 
 
 def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
@@ -145,8 +147,8 @@ def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
     rows = []
     for question in QUESTIONS:
         cells = []
-        for name, (_, _, found) in zip(names, answers, strict=True):
-            v = found[question]
+        for name, (_, _, verdicts) in zip(names, answers, strict=True):
+            v = verdicts[question]
             warn = " class=warn" if v.warn else ""
             numbers = f"<small>{escape(v.numbers)}</small>"
             cells.append(
@@ -161,7 +163,7 @@ def _first_screen(measured: Sequence[Measured], answers: _Answers) -> str:
     around = shlex.join(["gradstats", "explore", *sources, "-o", "explore.html"])
     # only the first kind of a source has this answer
     worth = "".join(
-        _worth(m.source.name, found[SHOULD]) for m, _, found in answers if SHOULD in found
+        _worth(m.source.name, verdicts[SHOULD]) for m, _, verdicts in answers if SHOULD in verdicts
     )
     return (
         f"<h1>Gradient report: {escape(', '.join(m.source.name for m in measured))}</h1>{worth}"

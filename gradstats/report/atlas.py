@@ -115,8 +115,8 @@ def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 def _training(piece: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     one = next(r for r in records if r["piece"] == piece)
     names = ("training", "optimizer", "rate", "first_loss", "last_loss")
-    found = {n.replace("_", " "): one[n] for n in names} | {"parameters": f"{one['numel']:,}"}
-    return {"learning rate" if n == "rate" else n: value for n, value in found.items()}
+    row = {n.replace("_", " "): one[n] for n in names} | {"parameters": f"{one['numel']:,}"}
+    return {"learning rate" if n == "rate" else n: value for n, value in row.items()}
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
@@ -132,7 +132,7 @@ def _one(piece: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     law, times = laws.most_common(1)[0] if laws else ("–", 0)
     error = _middle([r["tail_error"] for r in rows])
     forms = Counter(r["format"] or "none" for r in rows)
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "training": piece,
         "law": f"{law}, {times} of {len(rows)}",
         # errors are logarithms in the records and factors on the page
@@ -140,16 +140,16 @@ def _one(piece: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     # keys of JSON are texts
     for share in ("0.1", "0.01", "0.001"):
-        found[f"ξ {100 * float(share):g} %"] = _middle([r["xi"].get(share) for r in rows])
+        row[f"ξ {100 * float(share):g} %"] = _middle([r["xi"].get(share) for r in rows])
     for share in ("0.01", "0.001"):
-        found[f"energy {100 * float(share):g} %"] = _middle([r["energy"][share] for r in rows])
-    found |= {n: _middle([r[n] for r in rows]) for n in ("zeros", "p")}
+        row[f"energy {100 * float(share):g} %"] = _middle([r["energy"][share] for r in rows])
+    row |= {n: _middle([r[n] for r in rows]) for n in ("zeros", "p")}
     # kinds that all ranks share have no such columns
     if any(r["cosine"] is not None for r in rows):
-        found |= {"cosine": _middle([r["cosine"] for r in rows])}
-        found |= {"noise scale": _middle([r["noise_scale"] for r in rows])}
+        row |= {"cosine": _middle([r["cosine"] for r in rows])}
+        row |= {"noise scale": _middle([r["noise_scale"] for r in rows])}
     bits = format_value(_middle([r["bits"] for r in rows]))
-    return found | {"bits": f"{bits} ({forms.most_common(1)[0][0]})"}
+    return row | {"bits": f"{bits} ({forms.most_common(1)[0][0]})"}
 
 
 def _over_time(series: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -157,10 +157,10 @@ def _over_time(series: Sequence[Mapping[str, Any]]) -> list[str]:
     mine = [r for r in series if r["kind"] == "corrected"]
     if not mine:
         return []
-    found = reused(mine)
+    reuse = reused(mine)
     shown = {
         (r["piece"], f"{r['ratio']:g}, {r['lag']} before"): f"{r['median']:.2f} ({r['high']:.2f})"
-        for r in found
+        for r in reuse
         if r["lag"] == 1 or r["ratio"] == 0.01
     }
     columns = list(dict.fromkeys(column for _, column in shown))
@@ -178,7 +178,7 @@ def _over_time(series: Sequence[Mapping[str, Any]]) -> list[str]:
         "(medians), and by which factor the exact threshold is off that of 1, 5 or 20 steps before, by ratio. Half of "
         "the steps stay within the first number, 95 % within the one in brackets."
     )
-    if old := [r for r in found if r["lag"] == LAGS[1]]:
+    if old := [r for r in reuse if r["lag"] == LAGS[1]]:
         worst = max(old, key=lambda r: r["high"])
         text += (
             " RedSync uses a threshold for five steps: in the worst training 95 % of the steps stay within a factor of "
@@ -254,14 +254,14 @@ _CLAIMS = {
 
 def _claims(records: Sequence[Mapping[str, Any]], series: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what is said of the papers' claims."""
-    found = claims(records, series)
+    tallies = claims(records, series)
     rows = []
     for claim, text in _CLAIMS.items():
         for kind in _KINDS[:2]:
             row: dict[str, Any] = {"claim": text, "kind": kind} | dict.fromkeys(
                 ("any", "0.1", "0.01", "0.001"), "–"
             )
-            for r in found:
+            for r in tallies:
                 if (r["claim"], r["kind"]) == (claim, kind):
                     column = "any" if math.isnan(r["ratio"]) else f"{r['ratio']:g}"
                     row[column] = f"{r['holds']} · {r['depends']} · {r['fails']}"

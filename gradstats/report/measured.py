@@ -219,10 +219,10 @@ def _shown(recorded: Sequence[dict[str, Any]], first: int) -> tuple[int, set[int
 def _energy(source: Source, rank: int, steps: Sequence[int], client: Any) -> list[dict[str, Any]]:
     """Return the share of Σg² that the largest elements hold, of every kind and step."""
     keys = Subset(steps, [rank]).keys(source)
-    found = evaluate(lambda submit, key: submit(_shares, source, key), keys, client)
+    energies = evaluate(lambda submit, key: submit(_shares, source, key), keys, client)
     return [
         {"kind": kind, "step": step, "shares": shares}
-        for (_, kind, step), shares in zip(keys, found, strict=True)
+        for (_, kind, step), shares in zip(keys, energies, strict=True)
     ]
 
 
@@ -270,11 +270,12 @@ def _ledger(
     # of a long series only the steps looked at are read whole; another rank may have none of the first one's
     keys = [
         (*of, step)
-        for of, own in every.items()
-        for step in [s for s in own if s in steps] or evenly(sorted(own), MOST_STEPS)
+        for of, series_steps in every.items()
+        for step in [s for s in series_steps if s in steps]
+        or evenly(sorted(series_steps), MOST_STEPS)
     ]
-    found = evaluate(lambda submit, key: submit(_inspect, source, key), keys, client)
-    looked_at = dict(zip(keys, found, strict=True))
+    inspections = evaluate(lambda submit, key: submit(_inspect, source, key), keys, client)
+    looked_at = dict(zip(keys, inspections, strict=True))
     groups: dict[tuple[int, Kind], list[dict[str, Any]]] = {}
     for key, record in recorded.items():
         # a trace has the zeros of every step, other sources of those looked at

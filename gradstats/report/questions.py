@@ -156,7 +156,7 @@ def _tail(measured: Measured, kind: Kind) -> Verdict:
         _of(measured.peaks, kind),
         spike=spiky(ledger),
         layers=len(measured.source.layers),
-        designs={step: found[_TENTH] for step, found in by_step if _TENTH in found},
+        designs={step: designs[_TENTH] for step, designs in by_step if _TENTH in designs},
         tied=largest_tie(ledger) >= max(FEWEST, _TENTH * some),
     )
 

@@ -267,11 +267,11 @@ def with_blocks(
     if positions is None or math.isnan(decay.p):
         return decay if positions is None else replace(decay, dependence=decay.reason)
     runs = over_blocks(magnitudes, positions, runs_of(numel), decay.window)
-    found = replace(decay, runs_low=runs[0], runs_high=runs[1], dependence=runs[2])
+    decay_with_runs = replace(decay, runs_low=runs[0], runs_high=runs[1], dependence=runs[2])
     if layers is None:
-        return found
+        return decay_with_runs
     low, high, _ = over_blocks(magnitudes, positions, layers, decay.window)
-    return replace(found, layers_low=low, layers_high=high)
+    return replace(decay_with_runs, layers_low=low, layers_high=high)
 
 
 def checked_starts(layers: Sequence[int], numel: int) -> NDArray[np.int64]:
@@ -327,10 +327,10 @@ def _largest(x: Array, count: int) -> tuple[NDArray[np.float64], NDArray[np.int6
     """Return the `count` largest finite magnitudes, descending, and their positions; fewer if fewer are non-zero."""
     if count < 1 or not numel_of(x):
         return np.empty(0), np.empty(0, np.int64)
-    found = select(x, kth_largest(x, min(count, numel_of(x))))
-    magnitudes = np.abs(as_numpy(found.values)).astype(np.float64)
+    selection = select(x, kth_largest(x, min(count, numel_of(x))))
+    magnitudes = np.abs(as_numpy(selection.values)).astype(np.float64)
     # all ties with the last one are selected, so there may be more than `count`
-    return in_order(magnitudes, as_positions(found.indices), count)
+    return in_order(magnitudes, as_positions(selection.indices), count)
 
 
 def in_order(
@@ -464,8 +464,8 @@ def window_exponents(
     list of LocalExponent
         Exponents, with intervals for independent elements.
     """
-    found = _windows(1, as_magnitudes(x), check_ratios(shares))
-    return [LocalExponent(*ranks, p, *_interval(p, *ranks)) for ranks, p in found.items()]
+    exponents = _windows(1, as_magnitudes(x), check_ratios(shares))
+    return [LocalExponent(*ranks, p, *_interval(p, *ranks)) for ranks, p in exponents.items()]
 
 
 def _windows(
@@ -474,7 +474,7 @@ def _windows(
     """Return p by the rank-½ regression over the largest shares of the magnitudes, from their cells."""
     from scipy.special import gammaln
 
-    found = {}
+    exponents = {}
     last_rank = m.weight[::-1].cumsum()  # of each cell, from the largest
     logs = np.log(m.middle[::-1])
     for share in shares:
@@ -491,8 +491,8 @@ def _windows(
         size = size - weight @ size / weight.sum()
         # each rank of a cell weighs alike; slope and case of no spread as in exponent_of
         covariance = -float(size @ (log_ranks - weight * log_ranks.sum() / weight.sum()))
-        found[first, last] = float(weight @ size**2) / covariance if covariance > 0 else 0.0
-    return found
+        exponents[first, last] = float(weight @ size**2) / covariance if covariance > 0 else 0.0
+    return exponents
 
 
 def _best_k_error(
@@ -555,7 +555,7 @@ def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list
         np.rint(10 ** np.arange(0, decades + 1 / per_decade, 1 / per_decade)).astype(np.int64)
     )
     borders = np.minimum(borders, m.count)
-    found = []
+    exponents = []
     for first, last in pairwise(borders):
         if last - first + 1 < _FEWEST:
             continue
@@ -566,8 +566,8 @@ def local_exponents(x: Array | Sketch | Magnitudes, per_decade: int = 2) -> list
         # magnitudes on ranks, not ranks on magnitudes as elsewhere: the error below is that of this sum
         p = -float(spread @ logs) / float(spread @ spread)
         half = Z95 * _relative_error(ranks)
-        found.append(LocalExponent(int(first), int(last), p, p * (1 - half), p * (1 + half)))
-    return found
+        exponents.append(LocalExponent(int(first), int(last), p, p * (1 - half), p * (1 + half)))
+    return exponents
 
 
 def _relative_error(ranks: NDArray[np.integer]) -> float:

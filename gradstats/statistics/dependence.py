@@ -145,20 +145,20 @@ def over_blocks(
             f"fewer than {FEWEST_BLOCKS} blocks have an element in the window",
         )
     logs = np.log(magnitudes)
-    own = logs[first - 1 : last]
-    p = exponent_of(own, first)
+    window_logs = logs[first - 1 : last]
+    p = exponent_of(window_logs, first)
     # less one of them: squares of small numbers lose few digits, and equal ones are exactly 0
-    sizes = logs - own[own.size // 2]
+    sizes = logs - window_logs[window_logs.size // 2]
     # repeated where they stand, sorted logarithms stay sorted
-    before = np.concatenate([np.zeros(first), _log_ranks(first, own.size).cumsum()])
+    before = np.concatenate([np.zeros(first), _log_ranks(first, window_logs.size).cumsum()])
     sums = np.empty((_REPLICATES, 4))
     sums_of_repeats(sizes, block, _draws(starts.size), before, first - 1, sums)
     # a replicate without the fullest blocks may end inside the window
     count, total, squares, products = sums[sums[:, 0] > (last - first) / 2].T
     covariance = total * before[first - 1 + count.astype(np.int64)] / count - products
     falls = covariance > 0
-    found = (squares - total**2 / count)[falls] / covariance[falls]
-    logged = np.log(found[found > 0])
+    exponents = (squares - total**2 / count)[falls] / covariance[falls]
+    logged = np.log(exponents[exponents > 0])
     if p <= 0 or logged.size < _REPLICATES / 2:
         return math.nan, math.nan, "replicates have no exponent"
     # in ln p, so that both ends stay above 0

@@ -137,8 +137,8 @@ def ratio_interval(
         return math.nan, math.nan, mean_interval(top).reason
 
     def inside(theta: float) -> bool:
-        found = mean_interval(top - theta * bottom, level)
-        return bool(found.reason) or found.low <= 0 <= found.high
+        interval = mean_interval(top - theta * bottom, level)
+        return bool(interval.reason) or interval.low <= 0 <= interval.high
 
     mean, over = float(np.mean(top)), float(np.mean(bottom))
     # infinite where the denominator is not positive: there may be a lower end all the same

@@ -114,20 +114,20 @@ def uneven_slope(
     ends = grid[max(best - 1, 0)], grid[min(best + 1, grid.size - 1)]
     logit = float(minimize_scalar(unlikely, bounds=ends, method="bounded").x)
     design, values, _ = whitened(logit)
-    found = float(np.linalg.lstsq(design, values)[0][1])
+    coefficient = float(np.linalg.lstsq(design, values)[0][1])
     plain = float(x @ y) / float(x @ x)
     rest = y - y.mean() - plain * x
     if float(rest @ rest) <= 1e-24 * float(y @ y):  # all on the line, up to rounding
         return plain, plain, plain, 0.0
     independent = -float(np.expm1(-gaps * math.log1p(math.exp(-logit))).sum())
     if independent < _FEWEST_INDEPENDENT:
-        return found, math.nan, math.nan, math.nan
+        return coefficient, math.nan, math.nan, math.nan
     freedom = max(4, round(0.1 * n ** (2 / 3)))
     variance = _variance(values, design, range(1, freedom + 1))
     constant, steps = design.T
     # the slope is estimated from what the whitened constant leaves of the steps (Frisch and Waugh 1933)
     steps = steps - constant * float(constant @ steps) / float(constant @ constant)
-    return _with_interval(found, math.sqrt(variance / float(steps @ steps)), freedom)
+    return _with_interval(coefficient, math.sqrt(variance / float(steps @ steps)), freedom)
 
 
 def _is_constant(y: NDArray[np.float64]) -> bool:

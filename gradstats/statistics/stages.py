@@ -65,8 +65,8 @@ def stage_ratios(ratio: float, stages: int, first: float = 0.25) -> list[float]:
     [0.25, 0.0632, 0.0632]
     """
     stages = check_count(stages, "stages", 1, MOST_STAGES)
-    stages, own, later = split_ratio(ratio, stages, first)
-    return [own] + [later] * (stages - 1)
+    stages, first_share, later = split_ratio(ratio, stages, first)
+    return [first_share] + [later] * (stages - 1)
 
 
 def split_ratio(ratio: float, stages: int, first: float) -> tuple[int, float, float]:

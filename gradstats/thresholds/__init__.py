@@ -84,9 +84,11 @@ def _check(name: str, rule: object) -> None:
     if isabstract(rule):
         raise InputError(f"estimator {name!r} has no find(x, k), which returns its threshold")
     # a function that builds a rule need not have a name
-    own = getattr(rule, "name", name)
-    if own != name:
-        raise InputError(f"estimator {name!r} calls itself {own!r}: both names are to be the same")
+    rule_name = getattr(rule, "name", name)
+    if rule_name != name:
+        raise InputError(
+            f"estimator {name!r} calls itself {rule_name!r}: both names are to be the same"
+        )
 
 
 ESTIMATORS: Registry[Callable[..., Estimator]] = Registry(

@@ -210,19 +210,19 @@ class Estimator(ABC):
         k = target_count(ratio, numel)
         if numel == 0:
             return Estimate(0.0, 0, 0), select_elements(x, 0.0) if select else None
-        found = self._result(read, k)
+        result = self._result(read, k)
         # rounded once, here, so that every later comparison (NumPy, torch, another device) is the same
         wide = wide_dtype(read).type
-        threshold = float(wide(min(found.threshold, _LARGEST[wide])))
+        threshold = float(wide(min(result.threshold, _LARGEST[wide])))
         # a copy: the rule's own mapping may be shared, and `beyond` is added
-        details = dict(found.details)
+        details = dict(result.details)
         # what reaches a threshold beyond the largest number is not what reaches that
-        selection = found.selection if select and found.threshold <= _LARGEST[wide] else None
+        selection = result.selection if select and result.threshold <= _LARGEST[wide] else None
         if select and selection is None:
             selection = select_elements(read, threshold)
         # of the rule's own threshold, before it is clamped: a rule with feedback learns from that
-        kept = 0 if selection is None else len(selection)
-        if threshold > 0 and not (kept if select else _is_reached(read, threshold)):
+        count = 0 if selection is None else len(selection)
+        if threshold > 0 and not (count if select else _is_reached(read, threshold)):
             details["beyond"] = threshold
             largest = kth_largest(read, 1) if self.clamps else 0.0
             # 0 where no element is finite and non-zero: there is nothing to keep
@@ -232,7 +232,7 @@ class Estimator(ABC):
         estimate = Estimate(threshold, k, numel, details)
         if selection is None:
             return estimate, None
-        self.observe(kept, k, numel)
+        self.observe(count, k, numel)
         # selected from the memory of a tensor, and returned as tensors
         if is_tensor(read) or not is_tensor(x):
             return estimate, selection
@@ -243,8 +243,8 @@ class Estimator(ABC):
 
     def _result(self, x: Array, k: int) -> Result:
         """Return what :meth:`find` found, checked: a rule may be anybody's."""
-        found: Any = self.find(x, k)
-        result = found if isinstance(found, Result) else Result(found)
+        answer: Any = self.find(x, k)
+        result = answer if isinstance(answer, Result) else Result(answer)
         try:
             threshold = float(result.threshold)
         except (TypeError, ValueError):

@@ -98,8 +98,8 @@ def _kthvalue(x: torch.Tensor, k: int) -> int:
 
 def _partition(x: torch.Tensor, k: int) -> int:
     values = as_numpy(x)
-    kept = np.argpartition(np.abs(values), values.size - k)[values.size - k :]
-    return int(values[kept].size)
+    indices = np.argpartition(np.abs(values), values.size - k)[values.size - k :]
+    return int(values[indices].size)
 
 
 def _above(x: torch.Tensor, magnitude: torch.Tensor, threshold: float | torch.Tensor) -> int:
@@ -109,8 +109,8 @@ def _above(x: torch.Tensor, magnitude: torch.Tensor, threshold: float | torch.Te
 def _dgc(x: torch.Tensor, k: int) -> int:
     magnitude, n = x.abs(), x.numel()
     # of its own: the user's random state stays as it is
-    own = torch.Generator().manual_seed(n)
-    chosen = torch.randint(n, (max(1, n // 100),), generator=own, device="cpu")
+    generator = torch.Generator().manual_seed(n)
+    chosen = torch.randint(n, (max(1, n // 100),), generator=generator, device="cpu")
     sample = magnitude[chosen]
     threshold = sample.topk(max(1, round(k / n * len(sample))), sorted=False).values.min()
     return _above(x, magnitude, threshold)
@@ -121,13 +121,13 @@ def _redsync(x: torch.Tensor, k: int) -> int:
     mean, largest = magnitude.mean(), magnitude.max()
     share = 0.8
     while True:
-        kept = (magnitude >= mean + share * (largest - mean)).nonzero().reshape(-1)
-        if kept.numel() >= k or share <= 0:
+        indices = (magnitude >= mean + share * (largest - mean)).nonzero().reshape(-1)
+        if indices.numel() >= k or share <= 0:
             break
         share -= 0.2
-    if kept.numel() < k:
+    if indices.numel() < k:
         return _topk(x, k)
-    return x[kept[magnitude[kept].topk(k, sorted=False).indices]].numel()
+    return x[indices[magnitude[indices].topk(k, sorted=False).indices]].numel()
 
 
 def _gaussian(x: torch.Tensor, k: int) -> int:
@@ -194,7 +194,7 @@ def _synthetic(name: str, sizes: Sequence[int], tail: str) -> _Case:
     return _Case(name, [list(torch.split(x, list(sizes))) for x in versions])
 
 
-def _given(name: str, gradients: Sequence[Sequence[Any]]) -> _Case:
+def _case_of(name: str, gradients: Sequence[Sequence[Any]]) -> _Case:
     rounds = [
         [
             x.detach().reshape(-1) if is_tensor(x) else torch.from_numpy(np.ravel(x).copy())
@@ -298,7 +298,7 @@ def bench(
             for name, sizes in (layouts or {}).items()
             for tail in tails
         ),
-        *(partial(_given, name, several) for name, several in (gradients or {}).items()),
+        *(partial(_case_of, name, several) for name, several in (gradients or {}).items()),
     ]
     references_of = {**(REFERENCES if references else {}), **(PUBLISHED if published else {})}
     records = Records()
@@ -311,12 +311,12 @@ def bench(
                 # one at a time: all sizes together would need their memory at once
                 case = make()
                 for ratio in ratios:
-                    found = _bench_one(
+                    timings = _bench_one(
                         case, ratio, estimators, repeats, references_of, cold, on_progress
                     )
                     cache = "cold" if cold else "warm"
                     records += [
-                        {**record, "threads": n_threads, "cache": cache} for record in found
+                        {**record, "threads": n_threads, "cache": cache} for record in timings
                     ]
     finally:
         # the process has its number of threads back, whatever happened
@@ -354,7 +354,7 @@ def _bench_one(
         _STREAM: lambda parts: sum(float(x.sum()) > 0 for x in parts),
     }
     seconds: dict[str, list[float]] = {name: [] for name in everything}
-    kept: dict[str, list[int]] = {name: [] for name in everything}
+    counts: dict[str, list[int]] = {name: [] for name in everything}
     evicting = torch.ones(_EVICTING // 4 if cold else 0)
     # what takes microseconds is timed several times in a row, as layers of a model are: a rule's own code is warm then
     loops = 1 if cold else max(1, min(_LOOPS, _ELEMENTS // case.numel))
@@ -365,11 +365,11 @@ def _bench_one(
             # written in place, which fills the caches with it; nothing where caches stay warm
             evicting += 1
             started = time.perf_counter()
-            found = [run(parts) for parts in several]
+            totals = [run(parts) for parts in several]
             elapsed = (time.perf_counter() - started) / loops
             if round_:  # the first round warms caches and states
                 seconds[name].append(elapsed)
-                kept[name] += found
+                counts[name] += totals
         on_progress()
     reads = seconds.pop(_STREAM)
     # a single denominator, so that rows compare as their seconds do
@@ -389,7 +389,7 @@ def _bench_one(
             "streams_low": low / one,
             "streams_high": high / one,
             "streams_mean": statistics.fmean(seconds[name]) / one,
-            "quality": statistics.fmean(kept[name]) / sum(targets),
+            "quality": statistics.fmean(counts[name]) / sum(targets),
             # in a call of its own: tracing slows every allocation
             "memory": math.nan if name in references else _memory(run, case),
             "speedup": sorting / middle,

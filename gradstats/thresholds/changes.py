@@ -57,7 +57,7 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
     only runs in alternating processes, :func:`alternated`, have that among their differences.
     """
     earlier = {_key(record): record for record in before}
-    found = Records()
+    comparisons = Records()
     for record in records:
         old = earlier.get(_key(record))
         if old is None:
@@ -67,7 +67,7 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
         p, low, high = (math.nan,) * 3
         if fewest >= FEWEST_ROUNDS:
             p, low, high = _test(*rounds)
-        found.append(
+        comparisons.append(
             {
                 **dict(zip(KEY, _key(record), strict=True)),
                 "streams_before": old["streams"],
@@ -81,9 +81,11 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
                 "rounds": fewest,
             }
         )
-    for record, p in zip(found, holm(np.array([r.pop("p") for r in found])), strict=True):
+    for record, p in zip(
+        comparisons, holm(np.array([r.pop("p") for r in comparisons])), strict=True
+    ):
         record |= {"p_holm": float(p), "status": _status(record, float(p))}
-    return found
+    return comparisons
 
 
 def _test(new: NDArray[np.float64], old: NDArray[np.float64]) -> tuple[float, float, float]:
@@ -165,17 +167,17 @@ def _run(folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
     try:
         records: list[dict[str, Any]] = json.loads(done.stdout)
     except ValueError:
-        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise InputError(f"bench of {folder} failed: {said}") from None
+        reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise InputError(f"bench of {folder} failed: {reason}") from None
     return records
 
 
 def _joined(runs: Sequence[Sequence[dict[str, Any]]]) -> Records:
     """Return one record for each combination, with the rounds of all runs."""
-    found = Records()
+    records = Records()
     for same in zip(*runs, strict=True):
         rounds = [record["streams"] for record in same]
         quality = float(np.mean([record["quality"] for record in same]))
         one = {"streams": float(np.median(rounds)), "quality": quality, "rounds": rounds}
-        found.append(same[0] | one | {"repeats": len(rounds)})
-    return found
+        records.append(same[0] | one | {"repeats": len(rounds)})
+    return records

@@ -53,8 +53,8 @@ class Exact(Estimator):
         ):
             k = target_count(ratio, flat.size)
             # None where an element is not finite, which the general way leaves out
-            if found := top_sorted(flat, k):
-                threshold, indices, values = found
+            if top := top_sorted(flat, k):
+                threshold, indices, values = top
                 if flat is not x:  # a tensor's memory
                     # loaded, since the caller has a tensor
                     from_numpy = sys.modules["torch"].from_numpy

@@ -124,15 +124,19 @@ class _Tail:
 
     def __init__(self, x: Array, k: int, low: float | None) -> None:
         self._x = x
-        self._low, self._found = top_candidates(x, 2 * k) if low is None else (low, select(x, low))
+        self._low, self._candidates = (
+            top_candidates(x, 2 * k) if low is None else (low, select(x, low))
+        )
 
     def count(self, threshold: float) -> int:
         """Count the finite elements that reach a threshold."""
         # what is collected contains all that reaches a higher threshold
-        return count_above(self._found.values if threshold >= self._low else self._x, threshold)
+        return count_above(
+            self._candidates.values if threshold >= self._low else self._x, threshold
+        )
 
     def selection(self, threshold: float) -> Selection | None:
         """Return what reaches a threshold, None if that takes a pass."""
         if threshold <= self._low:
-            return self._found if threshold == self._low else None
-        return keep(self._found, threshold)
+            return self._candidates if threshold == self._low else None
+        return keep(self._candidates, threshold)

@@ -115,7 +115,7 @@ class DGC(RandomEstimator):
         sample, wanted = (self._every_nth if program else self._one_of_each_run)(x, k)
         threshold = kth_largest(sample, wanted)
         candidates = select(x, threshold)
-        found = len(candidates)
+        count = len(candidates)
         if program:
             threshold, candidates = _lowered(x, threshold, candidates, _LOWER * k)
         most = k if program else self.tolerance * k
@@ -128,7 +128,7 @@ class DGC(RandomEstimator):
             candidates = keep(candidates, threshold)
         details = {
             "sample": numel_of(sample),
-            "candidates": found,
+            "candidates": count,
             "reselected": reselected,
         }
         return Result(threshold, details, candidates)

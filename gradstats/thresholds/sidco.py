@@ -132,12 +132,12 @@ def best_stages(
     # corrected Adapt_Stages: the paper's goes one way, which is wrong for tails heavier than the model
     best, least = 1, math.inf
     for stages in range(1, most_stages(k / whole) + 1):
-        many, own, later = split_ratio(k / whole, stages, first)
+        many, first_share, later = split_ratio(k / whole, stages, first)
         threshold = trial.several if many > 1 else one
-        run, kept = run_stages(trial, pareto, whole * own, threshold, later, many, fits)
-        kept = kept if run == many else 0  # it ended early because none reaches the threshold
+        run, count = run_stages(trial, pareto, whole * first_share, threshold, later, many, fits)
+        count = count if run == many else 0  # it ended early because none reaches the threshold
         # half an element stands for none; of equally good numbers of stages the least wins
-        error = abs(math.log(max(kept, 0.5) / k))
+        error = abs(math.log(max(count, 0.5) / k))
         if error < least:
             best, least = stages, error
     return best
@@ -257,7 +257,7 @@ class SIDCo(Estimator):
         self.interval = check_count(interval, "interval")
         self.tolerance = (low, high)
         self._step = 0
-        self._kept = 0.0
+        self._quality_sum = 0.0
         self._direction = 1
         self._last = 0.0
 
@@ -291,10 +291,10 @@ class SIDCo(Estimator):
         if large and (adapts or self.stages > self._passes):
             cells = Cells(x, self._pareto)
             if cells.resolves(0.0, cells.whole(log=False)[0]):
-                found = self._sparsify(cells, k, adapts)
+                result = self._sparsify(cells, k, adapts)
                 # otherwise the last threshold is in doubt, and all is done again by direct sums
-                if cells.resolves(found.threshold):
-                    return found
+                if cells.resolves(result.threshold):
+                    return result
         return self._sparsify(Whole(x, self._pareto), k, adapts)
 
     def _sparsify(self, view: Gradient, k: int, adapts: bool) -> Result:
@@ -307,20 +307,20 @@ class SIDCo(Estimator):
         if adapts:
             self.stages = self._best_stages(view, whole, logs, k)
         # a ratio of δ₁ or more needs one stage, whatever M is
-        stages, own, later = split_ratio(ratio, self.stages, self.first_ratio)
-        threshold, parameters = self._first(whole, logs, own)  # stage m = 1, with η₀ = 0
-        found = [{"count": count, "ratio": own, "threshold": threshold, **parameters}]
+        stages, first_share, later = split_ratio(ratio, self.stages, self.first_ratio)
+        threshold, parameters = self._first(whole, logs, first_share)  # stage m = 1, with η₀ = 0
+        stage_fits = [{"count": count, "ratio": first_share, "threshold": threshold, **parameters}]
         # Whole and Cells make passes over arrays of any kind, which compiled code cannot call
         algorithm = _PLAIN if isinstance(view, Whole) else _algorithm()
         fits = np.empty((stages, 5))
         stages, chosen = algorithm.run_stages(
-            view, self._pareto, count * own, threshold, later, stages, fits
+            view, self._pareto, count * first_share, threshold, later, stages, fits
         )
         # Row 0 is the first stage. The loop leaves the last stage's threshold in `threshold`, which is the result.
         for count, share, threshold, one, two in fits[1:stages].tolist() if stages > 1 else ():
             fit = {"count": int(count), "ratio": share, "threshold": threshold}
-            found.append(fit | self._parameters(one, two))
-        return Result(threshold, {"stages": found}, view.selection(chosen))
+            stage_fits.append(fit | self._parameters(one, two))
+        return Result(threshold, {"stages": stage_fits}, view.selection(chosen))
 
     def _first(self, whole: Sums, logs: float, ratio: float) -> tuple[float, dict[str, Any]]:
         """Return the quantile of the first stage's law, and its parameters."""
@@ -346,10 +346,10 @@ class SIDCo(Estimator):
         """Adapt the number of stages, where that goes by counts."""
         if self.adaptation not in _FROM_COUNTS:
             return
-        self._kept += kept / k
+        self._quality_sum += kept / k
         if self._step % self.interval:
             return
-        quality, self._kept = self._kept / self.interval, 0.0
+        quality, self._quality_sum = self._quality_sum / self.interval, 0.0
         (low, high), last, self._last = self.tolerance, self._last, quality
         if self.adaptation == "program":
             worse = abs(quality - 1) > abs(last - 1)
@@ -375,14 +375,14 @@ class SIDCo(Estimator):
         return {
             "stages": self.stages,
             "step": self._step,
-            "kept": self._kept,
+            "kept": self._quality_sum,
             "direction": self._direction,
             "last": self._last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self.stages, self._step, self._kept = state["stages"], state["step"], state["kept"]
+        self.stages, self._step, self._quality_sum = state["stages"], state["step"], state["kept"]
         self._direction, self._last = state["direction"], state["last"]
 
 

@@ -151,8 +151,8 @@ def sums_from(x: NDArray[np.float32], low: np.int32, pareto: bool) -> Sums:
         # partial sums of float32 may overflow where those of float64 do not
         if total < np.inf:
             return count, total, np.nan
-    found: Sums = block_tail(x, low)
-    return found
+    sums: Sums = block_tail(x, low)
+    return sums
 
 
 # functions of numbers alone, which compiled code reaches by name

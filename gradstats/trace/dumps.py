@@ -184,8 +184,8 @@ def _places(path: Path) -> list[Path]:
     if _is_checkpoint(path):
         return [path]
     inside = sorted(path.iterdir(), key=lambda p: p.name)
-    found = [p for p in inside if p.is_file() and suffix_of(p) in READ]
-    return found + [p for p in inside if p.is_dir() and not is_trace(p) and _is_checkpoint(p)]
+    files = [p for p in inside if p.is_file() and suffix_of(p) in READ]
+    return files + [p for p in inside if p.is_dir() and not is_trace(p) and _is_checkpoint(p)]
 
 
 def holds_dumps(folder: Path) -> bool:
@@ -225,15 +225,15 @@ def _numbers(names: Sequence[str], pattern: str | None) -> list[tuple[int, int]]
         # the number of a rank is no number of a step
         left = _RANK.sub("", name)
         # without the ending, which may have a digit; names of folders have none
-        found = _NUMBER.findall(left.rpartition(".")[0] or left)
-        if len(found) != 1 and len(names) == 1:
+        numbers = _NUMBER.findall(left.rpartition(".")[0] or left)
+        if len(numbers) != 1 and len(names) == 1:
             return [(0, 0)]
-        if len(found) != 1:
+        if len(numbers) != 1:
             raise InputError(
-                f"{name} has {'several numbers' if found else 'no number'}: say which is the step, as gradstats import "
-                "… --step-from-name 'grad_{step}_rank{rank}.pt' does"
+                f"{name} has {'several numbers' if numbers else 'no number'}: say which is the step, as gradstats "
+                "import … --step-from-name 'grad_{step}_rank{rank}.pt' does"
             )
-        keys.append((int(rank[1]) if rank else 0, int(found[0])))
+        keys.append((int(rank[1]) if rank else 0, int(numbers[0])))
     return keys
 
 
@@ -247,10 +247,10 @@ def _by_pattern(name: str, pattern: str) -> tuple[int, int]:
     text = re.escape(pattern).replace(r"\*", ".*?")
     for word in ("step", "rank"):
         text = text.replace(re.escape("{" + word + "}"), rf"(?P<{word}>\d+)")
-    found = re.search(text, name)
-    if found is None:
+    match = re.search(text, name)
+    if match is None:
         raise InputError(f"{name} does not fit the pattern {pattern}")
-    groups = found.groupdict()
+    groups = match.groupdict()
     # a pattern without {rank} is of rank 0
     return int(groups.get("rank") or 0), int(groups["step"])
 
@@ -340,9 +340,10 @@ class _Unpickler(pickle.Unpickler):
         if module == "pathlib._local":  # so in indices written with Python 3.13
             module = "pathlib"
         kind = getattr(torch, name, None) if module == "torch" else None
-        found = getattr(import_module(module), name, None) if module == self._MODULE else None
-        own = isinstance(found, type) and found.__module__ == module  # not what it has imported
-        if own or (module, name) in self._OTHERS or isinstance(kind, torch.dtype):
+        member = getattr(import_module(module), name, None) if module == self._MODULE else None
+        # not what it has imported
+        is_index_class = isinstance(member, type) and member.__module__ == module
+        if is_index_class or (module, name) in self._OTHERS or isinstance(kind, torch.dtype):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no index needs")
 
@@ -362,10 +363,10 @@ def _load_dcp(folder: Path) -> Contents:
 
     try:
         data = (folder / ".metadata").read_bytes()
-        found = _Unpickler(io.BytesIO(data)).load()
-        if not isinstance(found, Metadata):
+        index = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(index, Metadata):
             raise InputError(f"{folder} is no checkpoint of DCP: its index is another thing")
-        about: Metadata = found
+        about: Metadata = index
         items = about.state_dict_metadata.items()
         tensors = {n: m for n, m in items if isinstance(m, TensorStorageMetadata)}
         # the index is not trusted: nothing larger than the files on the disk may be allocated
@@ -379,7 +380,7 @@ def _load_dcp(folder: Path) -> Contents:
         if min(asked, default=0) < 0 or sum(asked) > held:
             raise InputError(f"{folder}: its index says more than its files hold")
         # DCP joins these names to the folder: none may lead out of it
-        for place in (found.storage_data or {}).values():
+        for place in (index.storage_data or {}).values():
             name = place.relative_path
             if Path(name).name != name or (folder / name).is_symlink():
                 raise InputError(f"{folder}: its index names a file that is not in it")

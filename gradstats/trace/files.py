@@ -153,30 +153,34 @@ def _gradients(
     # save_safetensors lists its layers, of which one may be a single number
     ours = set(_order(about))
     why = {name: _no_gradient(name, array, name in ours) for name, array in arrays.items()}
-    kept = {name: array for name, array in arrays.items() if not why[name]}
-    if not kept:  # a lone scalar, or whole numbers whose own error says what is wrong with them
-        kept, why = arrays, dict.fromkeys(arrays, "")
-    _check_quantised(path, arrays, kept)
+    gradients = {name: array for name, array in arrays.items() if not why[name]}
+    if (
+        not gradients
+    ):  # a lone scalar, or whole numbers whose own error says what is wrong with them
+        gradients, why = arrays, dict.fromkeys(arrays, "")
+    _check_quantised(path, arrays, gradients)
     # what every model has is listed without a reason
     left_out += [f"{n}{'' if _is_known(n, arrays[n]) else f' ({why[n]})'}" for n in why if why[n]]
     left_out += [f"{name} (empty)" for name in empty]
-    plain = {name: _plain_name(name) for name in kept}
+    plain = {name: _plain_name(name) for name in gradients}
     if twice := [name for name, n in Counter(plain.values()).items() if n > 1]:
         both = [name for name, short in plain.items() if short == twice[0]]
         raise InputError(f"{path} holds {' and '.join(both)}, which are one layer: rename one")
     label = f"{path.name}:{key}" if key else path.name
     remark = f"left out of {label}, as no gradients: {some(left_out)}" if left_out else ""
-    return Contents({plain[name]: array for name, array in kept.items()}, about, remark)
+    return Contents({plain[name]: array for name, array in gradients.items()}, about, remark)
 
 
-def _check_quantised(path: Path, arrays: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+def _check_quantised(path: Path, arrays: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
     """Refuse a file whose numbers are whole ones that other arrays scale."""
-    whole = {n: numel_of(a) for n, a in arrays.items() if n not in kept and "int" in str(a.dtype)}
-    if sum(whole.values()) > sum(map(numel_of, kept.values())):
+    whole = {
+        n: numel_of(a) for n, a in arrays.items() if n not in gradients and "int" in str(a.dtype)
+    }
+    if sum(whole.values()) > sum(map(numel_of, gradients.values())):
         first = max(whole, key=whole.__getitem__)
         raise InputError(
-            f"{path} holds more whole numbers ({first}: {arrays[first].dtype}) than others ({some(kept)}), which may "
-            "be their scales: save what they stand for, in floating point"
+            f"{path} holds more whole numbers ({first}: {arrays[first].dtype}) than others ({some(gradients)}), which "
+            "may be their scales: save what they stand for, in floating point"
         )
 
 

@@ -393,18 +393,18 @@ def array_specs(
     dict
         An :class:`ArraySpec` by name.
     """
-    nan, found = float("nan"), []
+    nan, specs = float("nan"), []
     # a compromise: longer chunks make fewer files, but every step rewrites its chunk
     rows = min(max(expected, GROW), _ROWS)
 
     def scalar(name: str, column: Column) -> None:
-        found.append(ArraySpec(name, ("step",), (), rows, (), column.dtype, column.fill))
+        specs.append(ArraySpec(name, ("step",), (), rows, (), column.dtype, column.fill))
 
     for kind in kinds:
         if store == "sketches":
             # zarr has no chunks of length 0
             wide = max(layers, 1)
-            found.append(
+            specs.append(
                 ArraySpec(
                     f"{kind}_counts",
                     ("step", "layer", "bin"),
@@ -418,7 +418,7 @@ def array_specs(
                     ".",
                 )
             )
-            found.append(
+            specs.append(
                 ArraySpec(
                     f"{kind}_moments",
                     ("step", "layer", "moment"),
@@ -435,7 +435,7 @@ def array_specs(
             # an unreduced gradient is whole on every rank, even where the model is sharded
             whole = held is None or kind in WHOLE
             size = numel if whole or held is None else held
-            found.append(
+            specs.append(
                 ArraySpec(
                     kind,
                     ("step", "element" if whole else "shard_element"),
@@ -459,7 +459,7 @@ def array_specs(
             ("layer_compression", ("step", "layer", "layer_column"), (layers,), LAYER_COMPRESSION),
         ):
             wide = max(layers, 1) if shape else 1
-            found.append(
+            specs.append(
                 ArraySpec(
                     name,
                     dimensions,
@@ -472,10 +472,10 @@ def array_specs(
                     {"names": list(names)},
                 )
             )
-    found.append(ArraySpec("step", ("step",), (), rows, (), "int64", -1))
+    specs.append(ArraySpec("step", ("step",), (), rows, (), "int64", -1))
     return {
         spec.name: replace(spec, attributes={**spec.attributes, **_labels(spec.name)})
-        for spec in found
+        for spec in specs
     }
 
 

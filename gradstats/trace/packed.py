@@ -192,13 +192,13 @@ def _write_chunks(folder: Path, spec: ArraySpec, size: int) -> None:
 
 def _chunk_files(folder: Path, separator: str, dimensions: int) -> dict[tuple[int, ...], Path]:
     """Return the files of an array that are named like chunks, by their indices."""
-    found = {}
+    files = {}
     for file in folder.glob("c" + f"{separator}*" * dimensions):
         _, *key = file.relative_to(folder).as_posix().split(separator)
         # a dotted name that was being written has a part more
         if len(key) == dimensions and all(map(str.isdecimal, key)):
-            found[tuple(map(int, key))] = file
-    return found
+            files[tuple(map(int, key))] = file
+    return files
 
 
 def _remove(folder: Path, separator: str) -> None:

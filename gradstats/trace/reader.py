@@ -91,10 +91,10 @@ class Trace(Shown):
             if folder.name[4:].isdecimal():
                 rank = int(folder.name[4:])
                 self._ranks[rank] = RankGroup(folder, rank, self.path, self.attrs, self.layers)
-        for rank, found in self._ranks.items():
+        for rank, group in self._ranks.items():
             # the first of the ranks with shards speaks for all of them
-            if found.sharded and not found.lost and rank == found.shard_ranks[0]:
-                found.join(self._ranks)
+            if group.sharded and not group.lost and rank == group.shard_ranks[0]:
+                group.join(self._ranks)
         # a trace of which nothing can be read must not look like an empty one
         lost = [r.lost for r in self._ranks.values()]
         if lost and all(lost):
@@ -242,8 +242,8 @@ class Trace(Shown):
         bool
             True also where the data is damaged.
         """
-        found = self._rank(rank)
-        return kind in found.names and found.speaks(kind)
+        group = self._rank(rank)
+        return kind in group.names and group.speaks(kind)
 
     def has_sketches(self, rank: int = 0, kind: Kind = "gradient") -> bool:
         """Tell whether a rank holds sketches of a kind, so that :meth:`sketches` can give them.
@@ -260,33 +260,33 @@ class Trace(Shown):
         bool
             True also where the data is damaged.
         """
-        found = self._rank(rank)
-        return f"{kind}_counts" in found.names and found.speaks(kind)
+        group = self._rank(rank)
+        return f"{kind}_counts" in group.names and group.speaks(kind)
 
     def _rank(self, rank: int) -> RankGroup:
         """Return a rank whose arrays can be read."""
         if rank not in self._ranks:
             have = ", ".join(map(str, self.ranks)) or "none"
             raise TraceError(f"{self.path} has no rank {rank}; it holds {have}")
-        found = self._ranks[rank]
-        if found.lost:
-            raise TraceError(found.lost)
-        return found
+        group = self._ranks[rank]
+        if group.lost:
+            raise TraceError(group.lost)
+        return group
 
     def _whole(self, rank: int) -> RankGroup:
         """Return a rank all of whose step numbers are known."""
-        found = self._rank(rank)
-        if found.gaps:
-            raise TraceError(found.gaps[0])
-        return found
+        group = self._rank(rank)
+        if group.gaps:
+            raise TraceError(group.gaps[0])
+        return group
 
     def _row(self, step: int, rank: int) -> int:
-        found = self._rank(rank)
-        if step not in found.rows:
-            if found.gaps:  # it may be one of those lost
-                raise TraceError(found.gaps[0])
+        group = self._rank(rank)
+        if step not in group.rows:
+            if group.gaps:  # it may be one of those lost
+                raise TraceError(group.gaps[0])
             raise TraceError(f"{self.path} has no step {step} on rank {rank}")
-        return found.rows[step]
+        return group.rows[step]
 
     def _damaged(self, what: str, step: int, rank: int, why: object) -> TraceError:
         return TraceError(f"{self.path}: {what} of step {step}, rank {rank} {unread(why)}")
@@ -473,13 +473,13 @@ class Trace(Shown):
         self._gradient_arrays(rank, kind)  # raises where there are none
         # raises where there is no such step
         self._row(step, rank)
-        found = self._rank(rank)
+        group = self._rank(rank)
         # the model is not sharded, or every rank has all elements of this kind
-        if len(holders := found.holders(kind)) == 1:
+        if len(holders := group.holders(kind)) == 1:
             return self._part(step, rank, kind, start, stop)
         # filled completely: RankGroup.join has checked that every element is in exactly one shard
         values = np.empty(stop - start, np.float32)
-        for holder, mate in zip(found.shard_ranks, holders, strict=True):
+        for holder, mate in zip(group.shard_ranks, holders, strict=True):
             # stretches of the flat gradient, and where each begins in the vector of this rank's shards
             firsts, lengths = mate.pieces.T
             lasts, owns = firsts + lengths, lengths.cumsum() - lengths
@@ -491,8 +491,8 @@ class Trace(Shown):
                 owns = owns[here] + begins - firsts[here]
                 low, high = int(owns[0]), int(owns[-1] + ends[-1] - begins[-1])
                 part = self._part(step, holder, kind, low, high)
-                for begin, end, own in zip(begins, ends, owns - low, strict=True):
-                    values[begin - start : end - start] = part[own : own + end - begin]
+                for begin, end, offset in zip(begins, ends, owns - low, strict=True):
+                    values[begin - start : end - start] = part[offset : offset + end - begin]
         return values
 
     def _part(self, step: int, rank: int, kind: Kind, start: int, stop: int) -> NDArray[np.float32]:
@@ -534,16 +534,16 @@ class Trace(Shown):
         self._row(step, rank)
         if not self.has_sketches(rank, kind):
             raise TraceError(f"{self.path} has no sketches of {kind!r} on rank {rank}")
-        found = self._rank(rank)
-        ranks = [rank] if len(found.holders(kind)) == 1 else found.shard_ranks
+        group = self._rank(rank)
+        ranks = [rank] if len(group.holders(kind)) == 1 else group.shard_ranks
         parts = [self._stored_sketches(step, r, kind) for r in ranks]
         return [merge(of_layer) for of_layer in zip(*parts, strict=True)]
 
     def _stored_sketches(self, step: int, rank: int, kind: Kind) -> list[Sketch]:
         """Return the sketches of what one rank holds of each parameter."""
-        row, found = self._row(step, rank), self._rank(rank)
+        row, group = self._row(step, rank), self._rank(rank)
         what = f"the sketch of {kind}"
-        stored, summed = found.array(f"{kind}_counts"), found.array(f"{kind}_moments")
+        stored, summed = group.array(f"{kind}_counts"), group.array(f"{kind}_moments")
         shape = (len(self.layers), len(STATISTICS))
         try:
             if stored.shape[1] != shape[0] or summed.shape[1:] != shape:
@@ -564,7 +564,7 @@ class Trace(Shown):
             raise self._damaged(what, step, rank, error) from error
         sketches = []
         # a rank with shards has sketches of its parts
-        sizes = [la.numel for la in self.layers] if kind in WHOLE else found.sizes
+        sizes = [la.numel for la in self.layers] if kind in WHOLE else group.sizes
         for size, number, sums in zip(sizes, counts, moments.tolist(), strict=True):
             bins = np.flatnonzero(number > 0)  # ten times as fast as of the numbers
             # uint32 on the disk; sums over ranks and steps may exceed it
@@ -628,13 +628,13 @@ class Trace(Shown):
         return self._table("layer_compression", rank)
 
     def _table(self, name: str, rank: int) -> dict[str, NDArray[Any]]:
-        found = self._whole(rank)
+        group = self._whole(rank)
         # joined under the first rank of a sharded model, and nowhere else
-        if name not in found.names or found.shard_ranks[0] != rank:
+        if name not in group.names or group.shard_ranks[0] != rank:
             return {}
-        values, names = found.joined(name), found.array(name).names
+        values, names = group.joined(name), group.array(name).names
         if len(names) != values.shape[-1]:
-            raise found.damaged(name, "its columns have no names")
+            raise group.damaged(name, "its columns have no names")
         return {column: values[..., i] for i, column in enumerate(names)}
 
     def gradients(self) -> Iterator[tuple[int, int, Kind, NDArray[np.float32]]]:
@@ -699,9 +699,9 @@ class Trace(Shown):
             raise TraceError(f"{self.path} {unread(error)}") from error
 
 
-def _kinds(found: RankGroup) -> list[Kind]:
+def _kinds(group: RankGroup) -> list[Kind]:
     """Return the kinds of which a group holds something."""
-    return [k for k in KINDS if {k, f"{k}_counts"} & found.names]
+    return [k for k in KINDS if {k, f"{k}_counts"} & group.names]
 
 
 def open_trace(path: str | Path) -> Trace:

@@ -96,8 +96,8 @@ def _fetch(address: str) -> Path:
     if name in (".", ".."):
         raise InputError(f"{address} ends in no name")
     try:
-        folder, found = system.isdir(inner), system.exists(inner)
-        if not found:
+        folder, is_there = system.isdir(inner), system.exists(inner)
+        if not is_there:
             raise InputError(f"nothing at {address}")
         # under its own name, which is the source's in tables
         home = Path(tempfile.mkdtemp(prefix="gradstats-"))

@@ -202,18 +202,18 @@ class Source(ABC):
             If nothing matches. The message lists what the source holds.
         """
         keys = self.entries()
-        found = [
+        matches = [
             (rank, kind, step)
             for rank, kind, step in keys
             if (not steps or step in steps)
             and (not ranks or rank in ranks)
             and (not kinds or kind in kinds)
         ]
-        if not found:
+        if not matches:
             if not keys:
                 raise InputError(f"{self.name} holds no committed step")
             raise InputError(f"nothing in {self.name} matches; it holds {held(keys)}")
-        return found
+        return matches
 
 
 class ArraySource(Source):

@@ -78,9 +78,9 @@ class Subset:
 
     def __post_init__(self) -> None:
         for name in ("steps", "ranks", "kinds", "layers"):
-            given = getattr(self, name)
-            if given is not None:
-                several = check_several(given, name)
+            values = getattr(self, name)
+            if values is not None:
+                several = check_several(values, name)
                 if name == "layers" and not all(isinstance(pattern, str) for pattern in several):
                     raise InputError("layers must be patterns of parameter names, as texts")
                 # kept as a list, because a first reader would use up an iterator
@@ -158,11 +158,11 @@ def chosen(
         return list(names) if every else []
     patterns = check_several(patterns, "layers")
     # brackets of a part's name, experts[3], are no set of characters
-    found = [n for n in names if any(n == p or fnmatchcase(n, p) for p in patterns)]
-    if not found:
+    matches = [n for n in names if any(n == p or fnmatchcase(n, p) for p in patterns)]
+    if not matches:
         listed = ", ".join(patterns)
         raise InputError(f"no layer of {where} matches {listed}; it has {some(names)}")
-    return found
+    return matches
 
 
 def layer_parts(
@@ -393,7 +393,7 @@ def matching(
         If no source holds anything of the selection, or a value of it matches nothing in any source.
     """
     subset = Subset(steps, ranks, kinds, layers)
-    found, selected, problems = [], [], []
+    matches, selected, problems = [], [], []
     for source in sources:
         try:
             keys = subset.keys(source)
@@ -402,9 +402,9 @@ def matching(
             # an error only if no source matches
             problems.append(error)
             continue
-        found.append(source)
+        matches.append(source)
         selected += keys
-    if not found:
+    if not matches:
         raise problems[0]
     # in the order of a key: rank, kind, step
     wanted: tuple[Sequence[Any] | None, ...] = (ranks, kinds, steps)
@@ -417,7 +417,7 @@ def matching(
                 f"nothing in {names} matches {what} {some(absent)}; there are {all_of_it}"
             )
     # each pattern by itself: chosen() raises only where none matches
-    parameters = [layer.name for source in found for layer in source.layers]
+    parameters = [layer.name for source in matches for layer in source.layers]
     for pattern in subset.layers or ():
-        chosen(parameters, [pattern], False, ", ".join(source.name for source in found))
-    return found
+        chosen(parameters, [pattern], False, ", ".join(source.name for source in matches))
+    return matches

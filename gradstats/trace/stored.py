@@ -190,10 +190,10 @@ class StoredArray:
         ValueError
             If it is no file, or its size is not that of a chunk of this array, or its pack is damaged.
         """
-        with self._opened(key) as found:
-            if found is not None:
-                self._check_size(*found)
-            return found is not None
+        with self._opened(key) as chunk:
+            if chunk is not None:
+                self._check_size(*chunk)
+            return chunk is not None
 
     def read_chunk(self, *key: int) -> NDArray[Any] | None:
         """Return the values of a chunk, without zarr, which takes milliseconds for it.
@@ -215,11 +215,11 @@ class StoredArray:
         """
         from google_crc32c import value as crc32c
 
-        with self._opened(key) as found:
-            if found is None:
+        with self._opened(key) as chunk:
+            if chunk is None:
                 return None
-            self._check_size(*found)
-            stream, length = found
+            self._check_size(*chunk)
+            stream, length = chunk
             data = stream.read(length)
         values, checksum = data[:-CHECKSUM], data[-CHECKSUM:]
         if crc32c(values) != int.from_bytes(checksum, "little"):
@@ -281,10 +281,10 @@ class StoredArray:
             return set()
         numbers = {n.split(".")[1] if dotted and n.startswith("c.") else n for n in names}
         # 19 digits may exceed int64, of which indices are
-        found = {int(n) for n in numbers if n.isdecimal() and len(n) < 19}
+        indices = {int(n) for n in numbers if n.isdecimal() and len(n) < 19}
         if not self._pack:
-            return found
-        return {i for place in found for i in self._in_pack(place)}
+            return indices
+        return {i for place in indices for i in self._in_pack(place)}
 
     def _in_pack(self, place: int) -> list[int]:
         """Return which chunks are in a pack of whole rows; all that it has room for if it is damaged."""
@@ -469,13 +469,13 @@ class RankGroup:
         groups : mapping of int to RankGroup
             All groups of the trace, by rank.
         """
-        found = [groups[r] for r in self.shard_ranks if r in groups]
-        if len(found) < len(self.shard_ranks):  # a rank that has not begun, or died before
+        mates = [groups[r] for r in self.shard_ranks if r in groups]
+        if len(mates) < len(self.shard_ranks):  # a rank that has not begun, or died before
             self.rows = {}
             return
-        lost = next((mate.lost for mate in found if mate.lost), "")
+        lost = next((mate.lost for mate in mates if mate.lost), "")
         # sorted, the pieces must cover the flat gradient: each begins where the one before ends
-        pieces = np.concatenate([mate.pieces for mate in found])
+        pieces = np.concatenate([mate.pieces for mate in mates])
         pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
         ends = np.concatenate([[0], pieces.sum(axis=1)])
         # arrays of whole kinds are of each rank alone, and need not be on all
@@ -485,17 +485,17 @@ class RankGroup:
         elif (
             not np.array_equal(ends[:-1], pieces[:, 0])
             or ends[-1] != self._numel
-            or any(mate.shard_ranks != self.shard_ranks for mate in found)
-            or not all(mate.names >= shared for mate in found)
+            or any(mate.shard_ranks != self.shard_ranks for mate in mates)
+            or not all(mate.names >= shared for mate in mates)
         ):
             self.lost = (
                 f"{self._folder} is damaged: the shards of its ranks are not a whole gradient"
             )
         else:
-            self.mates = found
+            self.mates = mates
             # a step whose number one rank has lost may be committed on all
-            self.gaps = [gap for mate in found for gap in mate.gaps]
-            common = set.intersection(*(set(mate.rows) for mate in found))
+            self.gaps = [gap for mate in mates for gap in mate.gaps]
+            common = set.intersection(*(set(mate.rows) for mate in mates))
             # in the order of this rank's rows, which is that of the steps
             self.rows = {step: row for step, row in self.rows.items() if step in common}
 

@@ -193,8 +193,10 @@ class TraceWriter:
             # here rather than in the thread that appends, where the first step would wait a second for it
             import gradstats.primitives.loops.sums  # noqa: F401
         if store == "sketches":  # kinds of the same layers share one
-            own: dict[int, _Tally] = {}
-            self._tallies = {k: own.setdefault(id(p), _Tally(p)) for k, p in self._places.items()}
+            tallies: dict[int, _Tally] = {}
+            self._tallies = {
+                k: tallies.setdefault(id(p), _Tally(p)) for k, p in self._places.items()
+            }
 
     def _continue(self, about: Mapping[str, Any]) -> None:
         """Take up the rows that are committed; one that a killed writer left half-written is written again."""
@@ -326,8 +328,8 @@ class TraceWriter:
             self._put("threshold", row, threshold)
             self._put("selected", row, selected)
             if "compression" in self._columns:
-                told, unknown = compression or {}, np.full(len(self._layers), np.nan)
-                self._put("compression", row, [told.get(n, np.nan) for n in COMPRESSION])
+                step_scalars, unknown = compression or {}, np.full(len(self._layers), np.nan)
+                self._put("compression", row, [step_scalars.get(n, np.nan) for n in COMPRESSION])
                 columns = [(layer_compression or {}).get(n, unknown) for n in LAYER_COMPRESSION]
                 self._put("layer_compression", row, np.stack(columns, axis=1))
             # the commit: everything else of this row is written by now
@@ -541,9 +543,9 @@ class _Column:
         place, fill = row % self._spec.rows, self._spec.fill
         self._values[place] = value
         # compared as stored, in the array's dtype
-        given = self._values[place]
+        entry = self._values[place]
         # NaN equals nothing, not even itself
-        if (np.isnan(given) if fill != fill else given == fill).all():
+        if (np.isnan(entry) if fill != fill else entry == fill).all():
             return
         try:
             self._write(self._chunk)
@@ -759,11 +761,11 @@ class _Tally:
         used = np.flatnonzero(self._used).tolist()
         return {chunk: self._counts[chunk] for chunk in used}, moments
 
-    def _count(self, given: Array) -> NDArray[np.float64]:
+    def _count(self, gradient: Array) -> NDArray[np.float64]:
         from gradstats.primitives.loops.counts import histograms_of_parts
         from gradstats.primitives.loops.sums import moments_of_parts
 
-        values, sums = as_numpy(given), np.empty((len(self._parts), len(STATISTICS)))
+        values, sums = as_numpy(gradient), np.empty((len(self._parts), len(STATISTICS)))
         bits = values.view(np.uint32)
         for group in self._groups:
             moments_of_parts(values, self._parts[group], np.float32(0), True, sums[group])
@@ -791,8 +793,10 @@ class _Tally:
             chunks = counts.view(len(parts), -1, BIN_CHUNK)
             used = np.flatnonzero(chunks.any(2).any(0).cpu().numpy()).tolist()
             # cut one by one, as positions that are moved to the device are a wait; of zeros alone there are none
-            found = torch.stack([chunks[:, chunk] for chunk in used]).cpu().numpy() if used else ()
-            for counted, chunk in zip(found, used, strict=True):
+            host_counts = (
+                torch.stack([chunks[:, chunk] for chunk in used]).cpu().numpy() if used else ()
+            )
+            for counted, chunk in zip(host_counts, used, strict=True):
                 if not self._used[chunk]:
                     # cleared when first marked, since it may hold an earlier gradient's counts
                     self._counts[chunk], self._used[chunk] = 0, True

@@ -250,10 +250,11 @@ class TestCluster:
             ("agreement", "--per-layer"),
             ("compare", trace, "--per-layer"),
             ("plan", *planned, "--compute=0.1", "--workers=8"),
-            ("delta", *checkpoints, "--per-layer"),
+            ("delta", "--per-layer"),
             ("advise",),
         ):
-            command = (name, trace, *options, "--format", "json")
+            sources = checkpoints if name == "delta" else [trace]
+            command = (name, *sources, *options, "--format", "json")
             here, there = run(*command), run(*command, "--scheduler", cluster.scheduler.address)
             assert (here.returncode, there.returncode) == (0, 0), there.stderr
             assert len(here.stdout) > 1000

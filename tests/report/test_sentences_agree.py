@@ -79,13 +79,13 @@ def test_sentences_and_tables_agree(path):
     rule, table = shown("quality", path)
     untold, off = named(rule, "Cannot be told"), named(rule, "More than twofold off")
     hit, counted = named(rule, "These hit k, too"), named(rule, "Not shown, for they count")
-    unknown = named(rule, "Not judged") & {*ESTIMATORS.own}
+    unknown = named(rule, "Not judged") & {*ESTIMATORS.built_in}
     lists = [untold, off, hit, counted, unknown]
     assert sum(map(len, lists)) == len(set().union(*lists)), rule
     hidden = off | counted if "--all shows them" in rule else set()
     for name in hidden:
         assert not re.search(rf"^ {name} ", table, re.MULTILINE), (rule, table)
-    for name in ESTIMATORS.own:
+    for name in ESTIMATORS.built_in:
         assert name in hidden or re.search(rf"^ {name} ", table, re.MULTILINE), (rule, table)
     nearest = re.match(r"run, gradient: (?:(?:None|Not decided); the nearest, )?([\w-]+)[,:]", rule)
     if nearest and not rule.startswith("run, gradient: No "):

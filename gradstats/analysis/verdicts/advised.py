@@ -88,47 +88,47 @@ def what_to_try(
         if faster := [r for r in good if r["speedup"] > 1]:
             fastest = max(faster, key=lambda r: r["speedup"])
             times = format_uncertain(*(fastest[f"speedup{end}"] for end in ("", "_low", "_high")))
-            said = (
+            basis = (
                 f"By the plan a step with {setting_of(fastest)}, which kept the loss, is {times} times as fast as "
                 "dense: it may be slower."
             )
         elif good:
-            said = "By the plan no setting that kept the loss is faster than dense averaging."
+            basis = "By the plan no setting that kept the loss is faster than dense averaging."
         else:
             most = max(known, key=lambda r: r["bytes"])
-            said = f"No setting kept the loss in measured trainings{like}: {setting_of(most)} ended {most['reason']}."
+            basis = f"No setting kept the loss in measured trainings{like}: {setting_of(most)} ended {most['reason']}."
     else:
         headline = f"Try {setting_of(best)}"
         count, models = best["trainings"], best["models"]
         of = "" if models == count else f" of {models} models"
         ends = " to ".join(f"{signed_percent(best[end])} %" for end in ("low", "high"))
-        said = (
+        basis = (
             f"In the {count} measured trainings{of}{like} whose gradients are most like these ({best['evidence']}; "
             f"{best['runs']} runs) its mean loss ended {ends} from the dense one: "
             # one model with two optimizers is not two
             f"expect yours above this range in one case of {models + 1} if it is like these, else oftener."
         )
         if same_ranks:
-            said += (
+            basis += (
                 " How workers differ is not among what is compared: the ranks hold the same gradient, as after "
                 "averaging."
             )
         if planned:
-            said += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
+            basis += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
         else:
-            said += " It is chosen by its bytes, which are not time: a link tells."
+            basis += " It is chosen by its bytes, which are not time: a link tells."
         less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
         if less:
-            said += f" {setting_of(less[-1])} ended {less[-1]['reason']}."
-    kept = "These are short trainings of small models."
+            basis += f" {setting_of(less[-1])} ended {less[-1]['reason']}."
+    caveat = "These are short trainings of small models."
     if held and best["rule"] != "none":
         always = f", always by {held['settings'][0]}" if len(held["settings"]) == 1 else ""
         but = f", without {held['left_out']} whose loss says little" if held["left_out"] else ""
-        kept = (
+        caveat = (
             f"Made without the training that it was judged on, such advice ended within {100 * held['tolerance']:g} % "
             f"of dense in {held['within']} of {held['of']}{always}{but}; these are short trainings of small models."
         )
-    return Verdict(headline, "\n".join((said, kept, _TRY)))
+    return Verdict(headline, "\n".join((basis, caveat, _TRY)))
 
 
 def sparse_already(nonzero: float, ratio: float | None = None) -> tuple[str, str] | None:
@@ -184,5 +184,5 @@ def setting_of(record: Mapping[str, Any]) -> str:
     """
     if record["ratio"] == 1:
         return str(record["rule"])
-    kept = _MEMORIES[record["memory"]]
-    return f"{record['rule']} at ratio {record['ratio']:g} {kept}"
+    memory = _MEMORIES[record["memory"]]
+    return f"{record['rule']} at ratio {record['ratio']:g} {memory}"

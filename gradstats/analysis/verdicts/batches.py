@@ -24,13 +24,13 @@ def batch_sentence(record: Mapping[str, Any]) -> str:
     str
         The sentence, which claims a side only where the whole interval lies there.
     """
-    said, without = _told(record), record["without"]
+    sentence, without = _payoff(record), record["without"]
     if not without:
-        return said
-    return f"{said}. Left out: {'one step' if without == 1 else f'{without} steps'} of zeros or NaN"
+        return sentence
+    return f"{sentence}. Left out: {'one step' if without == 1 else f'{without} steps'} of zeros or NaN"
 
 
-def _told(record: Mapping[str, Any]) -> str:
+def _payoff(record: Mapping[str, Any]) -> str:
     """Say the same of the steps that count."""
     # all ranks together take one step, so the batch of a step is that of all of them
     batch, low, high = record["world"] * (record["batch"] or 1), record["low"], record["high"]

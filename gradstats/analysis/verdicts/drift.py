@@ -36,10 +36,10 @@ def movement(record: Mapping[str, Any]) -> str:
     n, without = record["n"], record["without"]
     if not n:
         return f"{record['quantity']}: no step has such a number"
-    said = _moved(record)
+    sentence = _moved(record)
     if not without:
-        return said
-    return f"{said}. Left out: {without} of {n + without} steps, which have no such number."
+        return sentence
+    return f"{sentence}. Left out: {without} of {n + without} steps, which have no such number."
 
 
 def _moved(record: Mapping[str, Any]) -> str:

@@ -25,25 +25,28 @@ _CLOSE = 0.25
 """Distance of k̂/k from 1 up to which a model fits, and a rule hits k, where chance alone does not make it farther."""
 
 
-def compressor_did(live: Sequence[Mapping[str, Any]], said: str | None, numel: int) -> Verdict:
+def compressor_did(
+    live: Sequence[Mapping[str, Any]], compressor: str | None, numel: int
+) -> Verdict:
     """Say what the compressor of a run did.
 
     Parameters
     ----------
     live : sequence of dict
         Records of :func:`gradstats.compression`.
-    said : str or None
+    compressor : str or None
         The run's compressor in words, if it is known.
     numel : int
         Elements of the gradient.
     """
     if not live:
         return Verdict(
-            "Not recorded", f"The run had {said}." if said else "No compressor is known."
+            "Not recorded",
+            f"The run had {compressor}." if compressor else "No compressor is known.",
         )
     # NaN means that nothing was recorded
     known = [r["quality"] for r in live if math.isfinite(r["quality"])]
-    headline = f"{said or 'The compressor'}"
+    headline = f"{compressor or 'The compressor'}"
     if known:
         headline += f": k̂/k = {np.mean(known):.2f} ({min(known):.2f} to {max(known):.2f})"
     numbers = f"{len(live)} steps and ranks"
@@ -102,41 +105,41 @@ def sound_elements(
     world : int
         Number of ranks of the run.
     """
-    found: list[str] = []
+    defects: list[str] = []
     harmless: list[str] = []
     # any NaN is bad; zeros are usual in small numbers
     for name, text, bad in (("nonfinite", "NaN or infinite", 0.0), ("zeros", "zero", _SOUND)):
         most = max(r[name] for r in ledger)
         if most:
-            said = (
+            oddity = (
                 f"{_many(most, 'element')} {text} in the worst step ({_percent(most / numel, 2)})"
             )
             if name == "nonfinite":
-                said += (
+                oddity += (
                     f", with any in {_many(sum(r['nonfinite_steps'] for r in ledger), 'gradient')}"
                 )
-            (found if most >= bad * numel else harmless).append(said)
+            (defects if most >= bad * numel else harmless).append(oddity)
     # two elements of one magnitude are usual: float32 alone ties some
     tie = largest_tie(ledger)
     if tie > max(1, _TIED * numel):
-        found.append(f"{tie:,} elements of one magnitude: no threshold lies between them")
+        defects.append(f"{tie:,} elements of one magnitude: no threshold lies between them")
     constant = {name for r in ledger for name in r["constant"]}
     if constant:
-        found.append(f"{len(constant)} constant layer{'s' * (len(constant) > 1)}")
+        defects.append(f"{len(constant)} constant layer{'s' * (len(constant) > 1)}")
     if spiky(ledger):
-        found.append("the largest magnitude is a hundred times the next or more")
+        defects.append("the largest magnitude is a hundred times the next or more")
     # the ledger has a row for each rank
     counts = {r["steps"] for r in ledger}
     if len(counts) > 1:
-        found.append(f"ranks have {min(counts)} to {max(counts)} steps")
+        defects.append(f"ranks have {min(counts)} to {max(counts)} steps")
     numbers = f"{_many(numel, 'element')} in {_many(layers, 'layer')}; "
     numbers += _many(max(counts), "step")
     if absent:
         numbers += f"; rank {', '.join(map(str, absent))} of {world} not captured"
     numbers = "; ".join([*harmless, numbers])
     limits = f" Warned of: any NaN or infinity, zeros from {_percent(_SOUND)}, ties above {_percent(_TIED, 1)}."
-    if found:
-        return Verdict("; ".join(found), f"{numbers}.{limits}", True)
+    if defects:
+        return Verdict("; ".join(defects), f"{numbers}.{limits}", True)
     return Verdict("Yes", f"{numbers}.{limits}")
 
 
@@ -223,11 +226,11 @@ def tail_weight(
     numbers = f"Top tenth of what is not zero, step {step}: {_interval(last, 'c')}"
     normalised = [r for r in tails if r["layer"] == "normalised" and r["step"] == step]
     if layers > 1 and normalised:
-        own = normalised[0]
-        numbers += f"; with every layer divided by its mean {_interval(own, 'c')}"
+        layer_tail = normalised[0]
+        numbers += f"; with every layer divided by its mean {_interval(layer_tail, 'c')}"
         if word == "heavy":
             # half of the shape or more gone once each layer has its own scale
-            mixed = own["c"] < c / 2
+            mixed = layer_tail["c"] < c / 2
             headline += (
                 ", most of it from layers of different scale" if mixed else ", in the layers too"
             )
@@ -281,10 +284,10 @@ def _many(n: int, name: str) -> str:
 
 
 def _percent(share: float, digits: int = 0) -> str:
-    said, step = f"{100 * share:.{digits}f}", 10.0**-digits
+    percentage, step = f"{100 * share:.{digits}f}", 10.0**-digits
     # neither none nor all where it is not
-    if share > 0 and float(said) == 0:
-        said = f"less than {step:g}"
-    elif share < 1 and float(said) == 100:
-        said = f"more than {100 - step:g}"
-    return f"{said}\N{NO-BREAK SPACE}%"
+    if share > 0 and float(percentage) == 0:
+        percentage = f"less than {step:g}"
+    elif share < 1 and float(percentage) == 100:
+        percentage = f"more than {100 - step:g}"
+    return f"{percentage}\N{NO-BREAK SPACE}%"

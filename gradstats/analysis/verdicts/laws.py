@@ -43,8 +43,8 @@ def closest_law(laws: Sequence[Mapping[str, Any]]) -> Verdict:
     known = [r for r in laws if math.isfinite(r["tail_error"])]
     # what is farther off than chance is refused, however few the elements are; a law that is near all the same, where
     # others are refused, is told apart from them
-    told = best["tail_error"] <= FITS and len(fitting) < len(known)
-    if chance > _POWERLESS and fitting and not told:
+    is_distinct = best["tail_error"] <= FITS and len(fitting) < len(known)
+    if chance > _POWERLESS and fitting and not is_distinct:
         numbers = (
             f"Chance alone moves the exact threshold of {best['k']:,} elements by {percent(chance)}: only "
             "laws that are farther off can be refused."
@@ -114,16 +114,16 @@ def _why_not(law: Mapping[str, Any]) -> str:
     at = f"at step {law['off_judged']}"
     if law["predictive"]:
         at += f", fitted at step {law['off_fitted']}"
-    said = f"Farthest off: its threshold at ratio {law['off_ratio']:g} is {error} {at}."
+    reason = f"Farthest off: its threshold at ratio {law['off_ratio']:g} is {error} {at}."
     allowed = max(FITS, law["chance"])
     if law["tail_error"] <= allowed:  # the median is near enough, and one pair is not
-        said += f" In no pair may a law be more than {percent(2 * allowed)} off."
-    return said
+        reason += f" In no pair may a law be more than {percent(2 * allowed)} off."
+    return reason
 
 
 def _parameters(law: Mapping[str, Any]) -> tuple[bool, int, bool, float]:
-    own = law["method"] == LAWS[law["model"]].default_method
-    return law["by_layer"], len(LAWS[law["model"]].parameters), not own, law["tail_error"]
+    is_default = law["method"] == LAWS[law["model"]].default_method
+    return law["by_layer"], len(LAWS[law["model"]].parameters), not is_default, law["tail_error"]
 
 
 def _name(law: Mapping[str, Any]) -> str:
@@ -156,13 +156,13 @@ def tail_tests(fits: Sequence[Mapping[str, Any]], designs: Mapping[float, float]
         tests[r["model"]] = widened(test, r["quality"][ratio], design)
     rejected = [model for model, test in tests.items() if test.p_value <= 0.05]
     visible = min(test.visible for test in tests.values())
-    seen = (
+    excess = (
         f"{100 * visible:.0f}\N{NO-BREAK SPACE}% more than k"
         if visible < 3
         else f"{format_short(1 + visible)} k"
     )
     how = f"; design effect {design:.3g}" if design >= 1.5 else ""
-    text = f"A test of what the thresholds keep at ratio {ratio:g} (k = {k:,}{how}) sees {seen} with probability 0.8"
+    text = f"A test of what the thresholds keep at ratio {ratio:g} (k = {k:,}{how}) sees {excess} with probability 0.8"
     named = ", ".join(LAWS[model].label for model in rejected)
     if len(rejected) == len(tests) > 1:
         named = f"all {len(tests)} laws"

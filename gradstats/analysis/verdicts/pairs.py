@@ -37,14 +37,14 @@ def first_difference(
         if names
     )
     if first is None:
-        said = "no difference beyond the tolerance"
+        sentence = "no difference beyond the tolerance"
         if compared < max(held):
             both = "one gradient" if compared == 1 else f"{compared:,} gradients"
-            said += f" in {both} compared, of {held[0]:,} in A and {held[1]:,} in B"
-            said += f"; {only}" if only else ""
+            sentence += f" in {both} compared, of {held[0]:,} in A and {held[1]:,} in B"
+            sentence += f"; {only}" if only else ""
         elif only:
-            said += f" in the parameters that both have, but {only}"
-        return said
+            sentence += f" in the parameters that both have, but {only}"
+        return sentence
     where = ", ".join(f"{n} {first[n]}" for n in ("step", "rank", "kind", "layer"))
     return f"first difference: {where}; likely cause: {first['cause']}"
 
@@ -63,14 +63,14 @@ def what_changed(whole: Mapping[str, Any]) -> str:
     best = min(sizes, key=sizes.__getitem__)
     share = f"{100 * whole['changed']:.3g} % of the weights differ"
     short = f", {100 * whole['changed_bf16']:.3g} % in bf16" * (whole["dtype"] != "bf16")
-    told = ""
+    prediction = ""
     if not math.isnan(whole["predicted"]):
         what = {"rate": "updates of this rate", "none": "updates of zero"}.get(
             whole["law"], whole["law"]
         )
-        told = f" ({100 * whole['predicted']:.3g} % predicted from {what})"
+        prediction = f" ({100 * whole['predicted']:.3g} % predicted from {what})"
     # beside the share that it predicts: that in the type itself, or that in bf16 of weights in float32
-    share += told + short if whole["dtype"] == "fp16" else short + told
+    share += prediction + short if whole["dtype"] == "fp16" else short + prediction
     return (
         f"{share}; the shortest message is {best}: {format_bytes(sizes[best])} of {format_bytes(whole['bytes'])}, "
         f"{format_value(8 * sizes[best] / whole['numel'])} bits a weight"

@@ -115,11 +115,11 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _percent(record: Mapping[str, Any]) -> str:
-    said = f"{100 * record['utilisation']:.3g}"
+    percentage = f"{100 * record['utilisation']:.3g}"
     # what is not enough is not to be read as if it were
-    if 100 * record["utilisation"] < _BUSY <= float(said):
+    if 100 * record["utilisation"] < _BUSY <= float(percentage):
         return f"just below {_BUSY} %"
-    return f"{said} %"
+    return f"{percentage} %"
 
 
 def _steps(record: Mapping[str, Any]) -> str:

@@ -110,21 +110,23 @@ def counting_rules(series: Sequence[Mapping[str, Any]]) -> str:
     for r in rows:
         # a threshold of 0 keeps all that is not zero, and it is still fewer than k
         (short if r["selected"] < r["k"] and r["threshold"] == 0 else rest).append(r)
-    said = ""
+    shortage = ""
     if short:
         ratios = {r["ratio"]: None for r in short}
-        said = f" There are fewer non-zero elements than k at {listed([*ratios])}: all are kept."
+        shortage = (
+            f" There are fewer non-zero elements than k at {listed([*ratios])}: all are kept."
+        )
     if not rest:
-        return said
+        return shortage
     off = max(abs(math.log(r["quality"])) for r in rest)
     if off == 0:
-        return f"{said} Rules that count elements keep k exactly."
+        return f"{shortage} Rules that count elements keep k exactly."
     worst = max(rest, key=lambda r: abs(math.log(r["quality"])))
     of = "" if worst["k"] >= 100 else f" (k = {worst['k']})"
     # exact counts to k, so only ties can make it more
     if worst["estimator"] == "exact":
-        return f"{said} Even rules that count elements are up to {percent(off)} off{of}: magnitudes are tied."
-    return f"{said} Rules that count elements keep within {percent(off)} of k{of}."
+        return f"{shortage} Even rules that count elements are up to {percent(off)} off{of}: magnitudes are tied."
+    return f"{shortage} Rules that count elements keep within {percent(off)} of k{of}."
 
 
 def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
@@ -139,14 +141,14 @@ def left_out(rules: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
     far = [r for r in rules if r["estimator"] not in COUNTING and r["far"] > FAR]
     if len(exact) + len(far) == len(rules):  # a table has to have something
         return [], ""
-    said = []
+    sentences = []
     if exact:
-        said.append(f"Not shown, for they count: {', '.join(_names(exact))}.")
+        sentences.append(f"Not shown, for they count: {', '.join(_names(exact))}.")
     if far:
-        said.append(f"More than twofold off: {', '.join(_names(far))}.")
-    if said:
-        said.append("--all shows them.")
-    return _names([*exact, *far]), " ".join(said)
+        sentences.append(f"More than twofold off: {', '.join(_names(far))}.")
+    if sentences:
+        sentences.append("--all shows them.")
+    return _names([*exact, *far]), " ".join(sentences)
 
 
 def _undecided(rule: Mapping[str, Any], ratio: float) -> bool:

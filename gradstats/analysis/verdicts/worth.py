@@ -90,9 +90,9 @@ def should_compress(
     if advice:
         headline = advice[0].partition(". ")[0].rstrip(".")
         # a plan knows the network, not what a training loses
-        said = setting or tried.headline[0].lower() + tried.headline[1:]
-        if "don't compress" not in headline and said not in headline:
-            headline += f"; by trainings that were measured: {said}"
+        suggestion = setting or tried.headline[0].lower() + tried.headline[1:]
+        if "don't compress" not in headline and suggestion not in headline:
+            headline += f"; by trainings that were measured: {suggestion}"
         following = f"which rule sends k: gradstats quality {name}; then gradstats.Trial, dense beside compressed"
     elif setting:
         headline, following = f"If the network is slow: try {setting}", plan

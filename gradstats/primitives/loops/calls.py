@@ -62,13 +62,13 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
     # as long as there are bins, and filled: the loop clears the counters that it reaches
     room = np.full((INFINITY >> 16) - first + 1, 5, np.uint32)
     yield counts.block_tail_histogram, (bits, max(first << 16, 1), 16, room)
-    of_parts, found = np.full((2, 7), 9.0), np.full((8, 3, 1 << 12), 7, np.uint32)
+    of_parts, histograms = np.full((2, 7), 9.0), np.full((8, 3, 1 << 12), 7, np.uint32)
     sums.moments_of_parts.reference(x, parts, np.float32(0), True, of_parts)
     used = np.arange(8) % 3 == 0
-    found[used] = 0
+    histograms[used] = 0
     yield (
         counts.histograms_of_parts,
-        (bits, parts, of_parts, 1, 16, int(INFINITY) >> 16, found, used),
+        (bits, parts, of_parts, 1, 16, int(INFINITY) >> 16, histograms, used),
     )
     # counts of one array, and of several added up
     for dtype in (np.uint32, np.int64):
@@ -112,14 +112,19 @@ def calls(x: NDArray[np.float32], low: int = 1) -> Iterator[tuple[Loop, tuple[An
 
 def warm_up() -> None:
     """Compile every loop that this processor has, or load it from the cache; a terminal shows how many are left."""
-    said = Compiling.said
+    had_spoken = Compiling.has_spoken
     todo = [each for each in calls(np.ones(2 * WORD + 1, np.float32)) if has(each[0].needs)]
     with Compiling.of_all(), ExitStack() as stack:
         advance = None
         for done, (loop, arguments) in enumerate(todo, 1):
             loop(*arguments)
             # no bar before something is compiled: loading from the cache needs none
-            if advance is None and Compiling.said and not said and messages().is_terminal:
+            if (
+                advance is None
+                and Compiling.has_spoken
+                and not had_spoken
+                and messages().is_terminal
+            ):
                 bar = stack.enter_context(progress_bar())
                 task = bar.add_task("compiling loops", total=len(todo), completed=done - 1)
                 advance = partial(bar.advance, task)

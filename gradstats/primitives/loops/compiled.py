@@ -210,7 +210,7 @@ class Loop(CPUDispatcher):
             Of the arguments of a call.
         """
         arguments, _ = sigutils.normalize_signature(sig)
-        own = tuple(map(_declared, arguments, self._annotations))
+        kinds = tuple(map(_declared, arguments, self._annotations))
         # Numba's own lock, which may be taken again inside: no two threads set the cache
         with global_compiler_lock, _without_collector():
             if not self.looked:
@@ -219,8 +219,8 @@ class Loop(CPUDispatcher):
                     self._cache = _Cache(self)
                 except RuntimeError:  # Numba found no folder that it may write to
                     _warn_of_no_folder()
-            entry = super().compile(own)
-            if own != tuple(
+            entry = super().compile(kinds)
+            if kinds != tuple(
                 arguments
             ):  # the next call with such arguments finds the code as fast as one with its own
                 self._insert([kind._code for kind in arguments], entry, False)
@@ -263,7 +263,7 @@ class Compiling:
 
     seconds = 5
     """How long it takes, about."""
-    said = False
+    has_spoken = False
 
     @classmethod
     @contextlib.contextmanager
@@ -278,9 +278,9 @@ class Compiling:
     @classmethod
     def say(cls) -> None:
         """Say that loops are compiled now."""
-        if not cls.said and os.environ.get("LOCAL_RANK", "0") == "0":
+        if not cls.has_spoken and os.environ.get("LOCAL_RANK", "0") == "0":
             messages().print(f"compiling loops, once, about {cls.seconds} s")
-        cls.said = True
+        cls.has_spoken = True
 
 
 class _Cache(FunctionCache):
@@ -307,10 +307,10 @@ class _Cache(FunctionCache):
         return _digest([signature, *map(str, codegen.magic_tuple()), *closure]), _digest(content)
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = super()._load_overload(sig, target_context)
-        if found is None:
+        code = super()._load_overload(sig, target_context)
+        if code is None:
             Compiling.say()
-        return found
+        return code
 
     def _save_overload(self, sig: Any, data: Any) -> None:
         # a process may have become another user's since its folder was chosen: then its code is not kept
@@ -404,7 +404,7 @@ def _constant(value: Any) -> str:
 
 def _content(roots: Iterable[Any]) -> list[str]:
     """Return all that some functions are compiled from, as texts in an order that does not depend on the process."""
-    texts, seen = set(), set()
+    texts, functions = set(), set()
     todo = list(roots)
     while todo:
         value = todo.pop()
@@ -413,9 +413,13 @@ def _content(roots: Iterable[Any]) -> list[str]:
             value = value.py_func
         value = getattr(value, "_defn", value)  # of an intrinsic
         # foreign code is covered by the version, and mutual calls would not end
-        if not isinstance(value, FunctionType) or value in seen or _is_foreign(value.__module__):
+        if (
+            not isinstance(value, FunctionType)
+            or value in functions
+            or _is_foreign(value.__module__)
+        ):
             continue
-        seen.add(value)
+        functions.add(value)
         names: set[str] = set()
         code = "".join(_code(value.__code__, names))
         constants = {f"defaults {value.__defaults__!r} {value.__kwdefaults__!r}"}

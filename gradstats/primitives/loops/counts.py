@@ -137,10 +137,10 @@ def _count_into(
 
 def _tail_histogram(bits: Any, low: Any, shift: Any, counts: Any) -> Any:
     magnitude = bits & MASK
-    kept = magnitude[(low <= magnitude) & (magnitude < INFINITY)]
-    found = np.bincount((kept >> shift) - (low >> shift))
-    counts[: found.size] = found
-    return found.size
+    tail = magnitude[(low <= magnitude) & (magnitude < INFINITY)]
+    histogram = np.bincount((tail >> shift) - (low >> shift))
+    counts[: histogram.size] = histogram
+    return histogram.size
 
 
 @compiled(_tail_histogram, needs="avx512f", nogil=True)
@@ -172,27 +172,27 @@ def block_tail_histogram(
     mask, least, width = np.uint32(MASK), np.uint32(low), np.uint32(INFINITY - 1 - low)
     first = np.uint32(low) >> np.uint32(shift)
     # a whole word is written each time, whatever of it is kept
-    kept = np.empty(SUMMED + WORD, np.uint32)
+    tail = np.empty(SUMMED + WORD, np.uint32)
     n = 0
     top = np.uint32(0)
     whole = bits.size - bits.size % WORD
     for start in range(0, whole, WORD):
         fetch_ahead(bits, start, WORD)
-        n = compress(bits, start, within(bits, start, mask, least, width), kept, n)
+        n = compress(bits, start, within(bits, start, mask, least, width), tail, n)
         if n > SUMMED - WORD:
-            top = _count_into(kept[:n], mask, shift, first, counts, top)
+            top = _count_into(tail[:n], mask, shift, first, counts, top)
             n = 0
     for i in range(whole, bits.size):
         # written in any case, and overwritten if it does not count: no branch to foresee
-        kept[n] = bits[i]
+        tail[n] = bits[i]
         n += np.int64((bits[i] & mask) - least <= width)
-    return np.int64(_count_into(kept[:n], mask, shift, first, counts, top))
+    return np.int64(_count_into(tail[:n], mask, shift, first, counts, top))
 
 
 def _counts(bits: Any, first: Any, shift: Any) -> Any:
     magnitude = bits & MASK
-    kept = magnitude[(max(first << shift, 1) <= magnitude) & (magnitude < INFINITY)]
-    return np.bincount((kept >> shift) - first)
+    tail = magnitude[(max(first << shift, 1) <= magnitude) & (magnitude < INFINITY)]
+    return np.bincount((tail >> shift) - first)
 
 
 @compiled(_counts, needs="avx512f", nogil=True)

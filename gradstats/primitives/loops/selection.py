@@ -71,11 +71,11 @@ def _put_all(
         at += np.uint64(2 * _SOME)
 
 
-def _select(x: Any, low: Any, offset: Any, indices: Any, values: Any, found: Any) -> Any:
+def _select(x: Any, low: Any, offset: Any, indices: Any, values: Any, count: Any) -> Any:
     bits = x.view(np.int32) & MASK
-    kept = np.flatnonzero((low <= bits) & (bits <= INFINITY))
-    stop = found + kept.size
-    indices[found:stop], values[found:stop] = kept + offset, x[kept]
+    places = np.flatnonzero((low <= bits) & (bits <= INFINITY))
+    stop = count + places.size
+    indices[count:stop], values[count:stop] = places + offset, x[places]
     return stop
 
 
@@ -89,7 +89,7 @@ def _selecting(put_many: Any, needs: str = "") -> Loop:
         offset: int,
         indices: Written[np.int64],
         values: Written[np.float32],
-        found: int,
+        count: int,
     ) -> int:
         """Append the elements whose magnitude bits are between `low` and those of infinity; return the new count.
 
@@ -102,14 +102,14 @@ def _selecting(put_many: Any, needs: str = "") -> Loop:
         offset : int
             Position of the block's first element in the gradient.
         indices : ndarray of int64
-            Written: positions in the gradient. It needs room for a whole block beyond `found`.
+            Written: positions in the gradient. It needs room for a whole block beyond `count`.
         values : ndarray of float32
             Written: values, with the same room.
-        found : int
+        count : int
             Elements already there.
         """
         bits = view(x, np.int32)
-        n = np.uint64(found)
+        n = np.uint64(count)
         whole = bits.size - bits.size % WORD
         # one unsigned comparison: below `low` wraps around, NaN is beyond infinity
         mask, least, width = np.uint32(MASK), np.uint32(low), np.uint32(INFINITY - low)
@@ -145,16 +145,16 @@ select_compressing = _selecting(compress_places, "avx512f")
 block_select = select_compressing if has("avx512f") else select_anywhere
 
 
-def _under(values: Any, high: Any, found: Any) -> Any:
+def _under(values: Any, high: Any, magnitudes: Any) -> Any:
     bits = values.view(np.int32) & MASK
     under = bits[bits < high]
-    found[: under.size] = under
+    magnitudes[: under.size] = under
     return np.count_nonzero((high <= bits) & (bits < INFINITY)), under.size
 
 
 @compiled(_under, counted=True, nogil=True)
 def block_under(
-    values: NDArray[np.float32], high: np.int32, found: Written[np.int32]
+    values: NDArray[np.float32], high: np.int32, magnitudes: Written[np.int32]
 ) -> tuple[int, int]:
     """Collect the magnitudes below a bound; return how many finite ones are not, and how many were collected.
 
@@ -164,7 +164,7 @@ def block_under(
         Values; infinite ones are left out.
     high : int32
         Bits of the bound, at most those of infinity.
-    found : ndarray of int32, shape (n,)
+    magnitudes : ndarray of int32, shape (n,)
         Written: the bits of the magnitudes.
     """
     bits = view(values, np.int32)
@@ -173,16 +173,16 @@ def block_under(
     for i in range(bits.size):
         b = np.int32(bits[i] & MASK)
         # written in any case, and overwritten unless it counts: no branch to foresee
-        found[n] = b
+        magnitudes[n] = b
         n += np.uint64(b < high)
         infinite += np.int64(b >= INFINITY)
     return bits.size - np.int64(n) - infinite, np.int64(n)
 
 
 def _keep(indices: Any, values: Any, threshold: Any) -> Any:
-    kept = np.flatnonzero(np.abs(values) >= threshold)
-    indices[: kept.size], values[: kept.size] = indices[kept], values[kept]
-    return kept.size
+    places = np.flatnonzero(np.abs(values) >= threshold)
+    indices[: places.size], values[: places.size] = indices[places], values[places]
+    return places.size
 
 
 @compiled(_keep, counted=True, nogil=True)

@@ -48,7 +48,7 @@ def block_signs(
     # with their signs, the bits of positive numbers are from 1 to infinity's; all others lie outside
     nothing, one, width = np.uint32(0), np.uint32(1), np.uint32(INFINITY - 1)
     magnitude, signed = np.uint32(MASK), np.uint32(0xFFFFFFFF)
-    found = False
+    has_zeros = False
     total = 0.0
     for start in range(0, x.size, PART):
         part = bits[start : start + PART]
@@ -65,7 +65,7 @@ def block_signs(
             words[i // WORD] = within(bits, i, signed, one, width)
         # most parts have no zeros, and are not compared again
         if least == 0:
-            found = True
+            has_zeros = True
             for i in range(start, whole, WORD):
                 zeros[i // WORD] = within(bits, i, magnitude, nothing, nothing)
         else:
@@ -77,7 +77,7 @@ def block_signs(
                 none |= np.uint64(bits[j] & MASK == 0) << np.uint64(j - whole)
             words[whole // WORD] = last
             zeros[whole // WORD] = none
-    return found, total
+    return has_zeros, total
 
 
 def _spread_signs(packed: Any, scale: Any, x: Any, spread: Any) -> None:
@@ -109,15 +109,15 @@ def block_spread_signs(
     size = np.int32(np.float32(scale).view(np.int32))
     for start in range(0, x.size, PART):
         part = spread[start : start + PART]
-        bits, given = view(part, np.int32), packed[start // 8 :]
+        bits, octets = view(part, np.int32), packed[start // 8 :]
         for i in range(part.size // 8):
-            minus = ~np.uint32(given[i])
+            minus = ~np.uint32(octets[i])
             for j in range(8):
                 sign = np.int32(((minus >> np.uint32(j)) & np.uint32(1)) << np.uint32(31))
                 # flips the sign of the scale where it has one, too
                 bits[8 * i + j] = size ^ sign
         for i in range(part.size - part.size % 8, part.size):
-            minus = ~np.uint32(given[i // 8])
+            minus = ~np.uint32(octets[i // 8])
             sign = np.int32(((minus >> np.uint32(i % 8)) & np.uint32(1)) << np.uint32(31))
             bits[i] = size ^ sign
         left = x[start : start + PART]

@@ -72,11 +72,11 @@ def _sums_above(x: NDArray[np.float32], below: np.float32) -> tuple[float, float
     count = np.int32(0)
     for i in range(x.size):
         magnitude = abs(x[i])
-        kept = magnitude > below
-        a = np.float64(magnitude if kept else np.float32(0))
+        is_above = magnitude > below
+        a = np.float64(magnitude if is_above else np.float32(0))
         total += a
         squares += a * a
-        count = np.int32(count + np.int32(kept))
+        count = np.int32(count + np.int32(is_above))
     return total, squares, count
 
 
@@ -333,7 +333,7 @@ def moments_of_parts(
     sums : ndarray of float64, shape (some, 7)
         Written: count, zeros, nonfinite, Σ|x|, Σx², Σln|x| and max of each.
     """
-    kept = np.empty(PART, np.float32)
+    terms = np.empty(PART, np.float32)
     low = max(np.float32(above).view(np.int32), np.int32(1))
     # the bits of a small whole number are a denormal's; one of a constant the compiler would compare itself
     flushes = not np.int32(len(parts)).view(np.float32) > np.float32(0)
@@ -376,9 +376,9 @@ def moments_of_parts(
                             logs += np.log(tiny)
                         largest = max(largest, b)
                     elif b >= low:
-                        kept[n] = b.view(np.float32)
+                        terms[n] = b.view(np.float32)
                         n += 1
-                part = kept[:n]
+                part = terms[:n]
                 top, none = _extremes(view(part, np.int32))
                 if n == 0:
                     continue

@@ -104,18 +104,18 @@ def view(_: Any, x: Any, dtype: Any) -> Any:
     """
     if x.dtype.bitwidth != dtype.dtype.bitwidth:
         raise TypeError("only numbers of the same size can be viewed")
-    found = x.copy(dtype=dtype.dtype)
+    kind = x.copy(dtype=dtype.dtype)
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = cgutils.create_struct_proxy(signature.args[0])(context, builder, arguments[0])
-        other = cgutils.create_struct_proxy(found)(context, builder)
+        other = cgutils.create_struct_proxy(kind)(context, builder)
         for name in ("meminfo", "parent", "nitems", "itemsize", "shape", "strides"):
             setattr(other, name, getattr(array, name))
         other.data = builder.bitcast(array.data, other.data.type)
         # counts the new array's own reference to the memory
-        return imputils.impl_ret_borrowed(context, builder, found, other._getvalue())
+        return imputils.impl_ret_borrowed(context, builder, kind, other._getvalue())
 
-    return found(x, dtype), build
+    return kind(x, dtype), build
 
 
 @_intrinsic
@@ -145,8 +145,8 @@ def within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any) -> An
         raise TypeError("only neighbouring elements can be compared together")
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, kept = _compared(context, builder, signature, arguments)
-        return builder.bitcast(kept, ir.IntType(WORD))
+        _, marks = _compared(context, builder, signature, arguments)
+        return builder.bitcast(marks, ir.IntType(WORD))
 
     return types.uint64(bits, types.intp, types.uint32, types.uint32, types.uint32), build
 
@@ -178,12 +178,12 @@ def sum_from(_: Any, bits: Any, start: Any, stop: Any, mask: Any, low: Any) -> A
         step = ir.Constant(start.type, WORD)
         with cgutils.for_range_slice(builder, start, stop, step, start.type) as (at, _):
             masked = _row(context, builder, signature.args[0], bits, at, mask)
-            kept = builder.icmp_signed(">=", masked, _everywhere(builder, low))
+            marks = builder.icmp_signed(">=", masked, _everywhere(builder, low))
             sums = builder.load(total)
             # no fastmath flags: the order of additions stays as it is written
             added = builder.fadd(sums, builder.bitcast(masked, row))
-            builder.store(builder.select(kept, added, sums), total)
-            builder.store(builder.add(builder.load(number), builder.zext(kept, many)), number)
+            builder.store(builder.select(marks, added, sums), total)
+            builder.store(builder.add(builder.load(number), builder.zext(marks, many)), number)
         n, s = builder.load(number), builder.load(total)
         half = WORD // 2
         while half:
@@ -195,8 +195,8 @@ def sum_from(_: Any, bits: Any, start: Any, stop: Any, mask: Any, low: Any) -> A
         s = builder.fpext(builder.extract_element(s, first), ir.DoubleType())
         return context.make_tuple(builder, signature.return_type, [n, s])
 
-    found = types.Tuple((types.intp, types.float64))
-    return found(bits, types.intp, types.intp, types.uint32, types.int32), build
+    kind = types.Tuple((types.intp, types.float64))
+    return kind(bits, types.intp, types.intp, types.uint32, types.int32), build
 
 
 @_intrinsic
@@ -209,10 +209,10 @@ def add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, l
         raise TypeError("only neighbouring elements can be added together")
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        masked, kept = _compared(context, builder, signature, arguments)
+        masked, marks = _compared(context, builder, signature, arguments)
         zeros = ir.Constant(masked.type, [0] * WORD)
         # zeros add nothing, and what is left out may be NaN
-        some = builder.select(kept, masked, zeros)
+        some = builder.select(marks, masked, zeros)
         some = builder.bitcast(some, ir.VectorType(ir.FloatType(), WORD))
         row = ir.VectorType(ir.DoubleType(), LANES)
         array = cgutils.create_struct_proxy(signature.args[5])(context, builder, arguments[5])
@@ -223,16 +223,16 @@ def add_within(_: Any, bits: Any, start: Any, mask: Any, low: Any, width: Any, l
             # of two rows, two vectors each: sums first, then sums of squares
             for i in range(0, 4 * LANES, LANES)
         ]
-        found = [builder.load(place, align=8) for place in places]
+        sums = [builder.load(place, align=8) for place in places]
         for j in range(0, WORD, LANES):
             x = builder.fpext(_part(builder, some, j, LANES), row)
             turn = j // LANES % 2  # two sums of each in turn, as an addition waits for the last one
             fused = {"flags": ("contract",)}
-            found[turn] = builder.fadd(found[turn], x)
-            found[2 + turn] = builder.fadd(found[2 + turn], builder.fmul(x, x, **fused), **fused)
-        for place, each in zip(places, found, strict=True):
+            sums[turn] = builder.fadd(sums[turn], x)
+            sums[2 + turn] = builder.fadd(sums[2 + turn], builder.fmul(x, x, **fused), **fused)
+        for place, each in zip(places, sums, strict=True):
             builder.store(each, place, align=8)
-        return builder.bitcast(kept, ir.IntType(WORD))
+        return builder.bitcast(marks, ir.IntType(WORD))
 
     arguments = bits, types.intp, types.uint32, types.uint32, types.uint32, lanes
     return types.uint64(*arguments), build

@@ -173,13 +173,13 @@ def by_likelihood(m: Magnitudes) -> Solution:
     if slope(low) < 0 < slope(high):
         theta = float(brentq(slope, low, high, xtol=1e-15, rtol=1e-14))
     else:  # there is more than one minimum between neighbours of the grid
-        found = minimize_scalar(
+        minimum = minimize_scalar(
             lambda theta: float(losses_of(np.float64(theta), shape(theta))),
             bounds=(low, high),
             method="bounded",
             options={"xatol": 1e-9 * (high - low)},
         )
-        theta = float(found.x)
+        theta = float(minimum.x)
     c = shape(theta)
     # c/θ tends to the mean as θ vanishes
     scale = c / theta * unit if abs(theta) > 1e-12 else m.mean

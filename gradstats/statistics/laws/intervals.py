@@ -100,15 +100,15 @@ def _minimum(grid: _Grid) -> tuple[float, float, float]:
     starts = [*(np.array([c, 0.0]) for c in (-0.2, 0.0, 0.5)), np.array([5.0, middle])]
     best = min(starts, key=at)
     for _ in range(2):  # begun again where it ended, the search leaves a simplex that has collapsed
-        found = minimize(
+        minimum = minimize(
             at,
             best,
             method="Nelder-Mead",
             callback=_end_without_maximum,
             options={"xatol": 1e-7, "fatol": 1e-12},
         )
-        best = found.x
-    return float(best[0]), float(best[1]), float(found.fun)
+        best = minimum.x
+    return float(best[0]), float(best[1]), float(minimum.fun)
 
 
 def _end_without_maximum(xk: NDArray[np.float64]) -> None:
@@ -232,8 +232,8 @@ def exponential_gain(m: Levels, c: float, scale: float) -> float:
 
     grid, zero = _Grid.of(m), np.zeros(1)
     # in units of the mean, which is about the exponential's scale
-    found = minimize_scalar(
+    minimum = minimize_scalar(
         lambda s: float(_loss(zero, np.array([s]), grid)[0]), bounds=(-5, 5), method="bounded"
     )
-    own = float(_loss(np.array([c]), np.array([math.log(scale / m.mean)]), grid)[0])
-    return 2 * m.count * (float(found.fun) - own)
+    loss = float(_loss(np.array([c]), np.array([math.log(scale / m.mean)]), grid)[0])
+    return 2 * m.count * (float(minimum.fun) - loss)

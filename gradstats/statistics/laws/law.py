@@ -147,8 +147,8 @@ class Law:
         from scipy.stats import rv_continuous
 
         # what SciPy's distributions override whose support depends on their shapes
-        own = getattr(type(self.magnitude), "_get_support", None)
-        return own is not rv_continuous._get_support or bool(self.magnitude.b < math.inf)
+        support = getattr(type(self.magnitude), "_get_support", None)
+        return support is not rv_continuous._get_support or bool(self.magnitude.b < math.inf)
 
     def end(self, params: Mapping[str, float]) -> float:
         """Return the largest magnitude that the law allows; infinite if it allows any.

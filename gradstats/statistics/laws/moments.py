@@ -89,8 +89,10 @@ def _solve(raw: Raw, target: float, low: float, high: float) -> float:
     if target >= ratio(high):
         return high
     # over the logarithm: the ranges span three to four decades
-    found = brentq(lambda s: ratio(math.exp(s)) - target, math.log(low), math.log(high), xtol=1e-12)
-    return math.exp(found)
+    log_shape = brentq(
+        lambda s: ratio(math.exp(s)) - target, math.log(low), math.log(high), xtol=1e-12
+    )
+    return math.exp(log_shape)
 
 
 def by_ratio(

@@ -30,10 +30,12 @@ def search(
         Range of shapes.
     """
     bounds = math.log(low), math.log(high)
-    found = float(minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-8}).x)
+    log_shape = float(
+        minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-8}).x
+    )
     # the bounded method closes in on an end without ever reaching it
-    at_end = min(found - bounds[0], bounds[1] - found) < 1e-3
-    return found, (Flag.BOUNDARY,) if at_end else ()
+    at_end = min(log_shape - bounds[0], bounds[1] - log_shape) < 1e-3
+    return log_shape, (Flag.BOUNDARY,) if at_end else ()
 
 
 def with_errors(

@@ -234,12 +234,12 @@ def choose_threshold(
             .generate_state((split + 1) * (len(at) + 1))[-len(at) - 1 :]
             .tolist()
         )
-        seen, unseen = _halves(m, np.random.default_rng(cut))
+        half, unseen = _halves(m, np.random.default_rng(cut))
         # fits of all excesses in this half, where the bootstrap takes a subsample
-        shapes = _shapes(seen, [*at.values(), *further], method)
+        shapes = _shapes(half, [*at.values(), *further], method)
         candidates: list[Candidate] = []
-        for (ratio, threshold), own in zip(at.items(), seeds, strict=True):
-            over = seen.excesses(threshold)
+        for (ratio, threshold), bootstrap_seed in zip(at.items(), seeds, strict=True):
+            over = half.excesses(threshold)
             if min(over.count, unseen.excesses(threshold).count) < FEWEST:
                 continue
             p_value, status = NAN, ""
@@ -251,7 +251,7 @@ def choose_threshold(
                     statistic="ad",
                     size=size,
                     replicates=replicates,
-                    seed=own,
+                    seed=bootstrap_seed,
                     on_progress=on_progress,
                 ).p_value
             except FitError as error:
@@ -279,11 +279,11 @@ def choose_threshold(
             else None,
         )
 
-    found = [answer(split) for split in range(splits)]
-    ratios_found = tuple(each.ratio for each in found)
+    answers = [answer(split) for split in range(splits)]
+    ratios_found = tuple(each.ratio for each in answers)
     # ascending: of two middle answers the first is further out
     median = sorted(ratios_found, key=_outwards)[(splits - 1) // 2]
-    first = found[ratios_found.index(median)]
+    first = answers[ratios_found.index(median)]
     return replace(first, splits=ratios_found, note=_join(first.note, ratios_found, median))
 
 
@@ -331,13 +331,13 @@ def _further(m: Magnitudes, asked: Sequence[float]) -> list[float]:
 
 def _shapes(m: Magnitudes, thresholds: Sequence[float], method: Method) -> dict[float, Fit]:
     """Fit the excesses over each threshold, where there are enough and they have a fit."""
-    found = {}
+    fits = {}
     for threshold in thresholds:
         over = m.excesses(threshold)
         if over.count >= 0.8 * FEWEST:  # about a hundred: the halves are random
             with suppress(FitError):
-                found[threshold] = fit(over, MODEL, method)
-    return found
+                fits[threshold] = fit(over, MODEL, method)
+    return fits
 
 
 def _stable(shapes: Mapping[float, Fit], threshold: float) -> float:

@@ -77,13 +77,13 @@ def mixture(
     """
     parts = {name: as_magnitudes(layer) for name, layer in layers.items()}
     pooled, normalised = pooled_shapes(parts, at, method)
-    own = {
+    fits = {
         name: stability_at(m, at, method, FEWEST)
         if m.count
         else Stability(at, NAN, 0, status=Reason.EMPTY.value)
         for name, m in parts.items()
     }
-    return Mixture(at, pooled, normalised, own, pooled.c - normalised.c)
+    return Mixture(at, pooled, normalised, fits, pooled.c - normalised.c)
 
 
 def pooled_shapes(

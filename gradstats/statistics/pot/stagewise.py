@@ -106,7 +106,7 @@ def stages(
     shares = stage_ratios(min(k / m.count, 1.0), n_stages, first)
     if k >= m.count:
         return []
-    found: list[Stage] = []
+    stage_fits: list[Stage] = []
     threshold, over, before = 0.0, m, float(m.count)
     for number, asked in enumerate(shares, 1):
         if over.count == 0:
@@ -114,12 +114,12 @@ def stages(
         try:
             fitted = fit(over, model if number == 1 else later[model], method)
         except FitError as error:
-            found.append(Stage(number, None, over.count, asked, status=str(error)))
+            stage_fits.append(Stage(number, None, over.count, asked, status=str(error)))
             break
         # a stage's quantile is an excess over the threshold of the last (eq. 7 and 10)
         threshold += float(LAWS[fitted.model].magnitude.isf(asked, **fitted.params))
         after = m.exceedances(threshold)
         ks = Distances(fitted, over).kolmogorov()
-        found.append(Stage(number, fitted, over.count, asked, threshold, after / before, ks))
+        stage_fits.append(Stage(number, fitted, over.count, asked, threshold, after / before, ks))
         over, before = m.excesses(threshold), after
-    return found
+    return stage_fits
