@@ -127,6 +127,12 @@ def forgotten(monkeypatch):
 
 
 @pytest.fixture
+def unrendered(monkeypatch):
+    """Have pages with an empty picture for each figure, which takes longer to render than all the rest to compute."""
+    monkeypatch.setattr("gradstats.plots.png", lambda *_, **__: b"")
+
+
+@pytest.fixture
 def as_made(monkeypatch):
     """Have processes compute as the Makefile makes the pages: a training's digits depend on it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

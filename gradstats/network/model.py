@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -141,11 +141,7 @@ class Line:
         size : float
             Bytes of a collective, elements of local work.
         """
-        if not self.bends:
-            return 1.0
-        # the logarithm of an empty message would be infinite
-        logs = np.log([max(size, 1.0), *self.sizes]), np.log(self.bends)
-        return float(np.exp(np.interp(logs[0][0], logs[0][1:], logs[1])))
+        return _bend(size, self.sizes, self.bends) if self.bends else 1.0
 
     @property
     def error(self) -> float:
@@ -182,6 +178,14 @@ class Line:
         # of few repeats on a busy machine t's tails reach beyond what a float holds: e¹⁰⁰ times as slow is never, too
         factor = math.exp(min(self.error * generator.standard_normal() * scale, 100))
         return replace(self, fixed=self.fixed * factor, slope=self.slope * factor)
+
+
+@lru_cache(1 << 16)
+def _bend(size: float, sizes: tuple[float, ...], bends: tuple[float, ...]) -> float:
+    """Return what :meth:`Line.bend` does; kept, as all lines that are drawn for an interval bend alike."""
+    # the logarithm of an empty message would be infinite
+    logs = np.log([max(size, 1.0), *sizes]), np.log(bends)
+    return float(np.exp(np.interp(logs[0][0], logs[0][1:], logs[1])))
 
 
 @cache
@@ -362,6 +366,17 @@ class Network:
         InputError
             If the operation was not measured with any number of workers.
         """
+        line = self._lines.get((operation, world))
+        if line is None:
+            line = self._lines[operation, world] = self._line(operation, world)
+        return line
+
+    @cached_property
+    def _lines(self) -> dict[tuple[str, int], Line]:
+        """Lines that were asked for: a plan asks for each of them thousands of times."""
+        return {}
+
+    def _line(self, operation: str, world: int) -> Line:
         # a worker alone sends nothing
         if operation in ALGORITHMS and world == 1:
             return Line(operation, 1, 0.0, 0.0)

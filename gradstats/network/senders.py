@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from gradstats.collectives.codec import PLAIN, Codec
@@ -22,10 +23,11 @@ from gradstats.network.question import DDP_BYTES, Question
 from gradstats.network.timeline import (
     LayerTime,
     Message,
+    Part,
     Timeline,
-    deliveries,
     lags_way,
     local_interval,
+    parts,
     simulate,
 )
 from gradstats.primitives.ratio import target_count
@@ -155,14 +157,18 @@ class Sender(ABC):
         return self.settled(network).timeline(network).seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DDP(Sender):
     """DDP's own average, bucket by bucket, without a hook that remembers."""
 
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The buckets."""
+        return parts(self.layers, self.world, None, merge=_BUCKET, dense_bytes=DDP_BYTES[self.name])
+
     def messages(self, network: Network) -> list[Message]:
         """Return the buckets."""
-        size = DDP_BYTES[self.name]
-        return deliveries(network, self.layers, self.world, None, merge=_BUCKET, dense_bytes=size)
+        return [part.on(network, self.world) for part in self.parts]
 
     def selections(self) -> set[str]:
         """Return none."""
@@ -208,7 +214,7 @@ class OneMessage(Sender):
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layerwise(Sender):
     """A compressor that sends layer by layer, during the backward pass.
 
@@ -226,10 +232,10 @@ class Layerwise(Sender):
     single: Collection[str] = ()
     passes: float = 1
 
-    def messages(self, network: Network) -> list[Message]:
-        """Return the messages of merged layers."""
-        messages = deliveries(
-            network,
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The messages of merged layers; an interval prices them on hundreds of networks."""
+        return parts(
             self.layers,
             self.world,
             self.ratios,
@@ -237,6 +243,10 @@ class Layerwise(Sender):
             codec=self.codec,
             single=self.single,
         )
+
+    def messages(self, network: Network) -> list[Message]:
+        """Return the messages of merged layers."""
+        messages = [part.on(network, self.world) for part in self.parts]
         # each message has its share of the passes, by its number of elements
         share = self.memory(network) / self.numel
         return [replace(m, select=m.select + share * m.numel) for m in messages]

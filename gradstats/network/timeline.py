@@ -29,12 +29,14 @@ from gradstats.primitives.ratio import target_count
 __all__ = [
     "LayerTime",
     "Message",
+    "Part",
     "Timeline",
     "deliveries",
     "lags_way",
     "layer_ratios",
     "layer_times",
     "local_interval",
+    "parts",
     "simulate",
 ]
 
@@ -73,6 +75,63 @@ class Message(Delivery):
     """
 
     bytes_sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a message of a step holds, and the work that it takes: all of it that does not depend on the network.
+
+    Attributes
+    ----------
+    layers : tuple of str
+        Names of its layers.
+    numel, sent : int
+        Elements of its layers, and those that are sent.
+    backward : float
+        Seconds of backward pass before it.
+    gathered, reduced : tuple of int
+        Bytes of its all-gathers, and of its all-reduces.
+    select, local : tuple of Work
+        Selection, and packing, coding and averaging.
+    """
+
+    layers: tuple[str, ...]
+    numel: int
+    sent: int
+    backward: float
+    gathered: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
+    select: tuple[Work, ...] = ()
+    local: tuple[Work, ...] = ()
+
+    def on(self, network: Network, world: int) -> Message:
+        """Return the message with its seconds on a network.
+
+        Parameters
+        ----------
+        network : Network
+            Cost model.
+        world : int
+            Number of workers.
+        """
+        works = [Work(_gather(network), length) for length in self.gathered]
+        works += [Work("all_reduce", length) for length in self.reduced]
+        select = network.seconds(self.select, world) if self.select else 0.0
+        exchanged, alongside = network.seconds(works, world), network.seconds(self.local, world)
+        if network.crowded and self.local:
+            # The exchange's thread runs on a core that would compute: only the transfer of bytes goes on beside it.
+            # the cost of an empty message is paid on a core, not on the wire
+            handling = min(exchanged, sum(network.line(w.operation, world).at(0) for w in works))
+            select, exchanged, alongside = select + alongside + handling, exchanged - handling, 0.0
+        return Message(
+            layers=self.layers,
+            numel=self.numel,
+            sent=self.sent,
+            backward=self.backward,
+            select=select,
+            communicate=exchanged + alongside,
+            bytes_sent=sum([*self.gathered, *self.reduced]),
+        )
 
 
 def layer_times(timeline: Iterable[Activity]) -> list[LayerTime]:
@@ -149,13 +208,61 @@ def deliveries(
         :attr:`crowded <gradstats.network.Network.crowded>` host that thread takes a core from the others. There
         packing, unpacking and the fixed cost of a message are in `select`, and `communicate` is the time of the bytes.
     """
+    some = parts(
+        layers,
+        world,
+        ratio,
+        selection=selection,
+        merge=merge,
+        codec=codec,
+        dense_bytes=dense_bytes,
+        single=single,
+    )
+    return [part.on(network, world) for part in some]
+
+
+def parts(
+    layers: Sequence[LayerTime],
+    world: int,
+    ratio: float | Mapping[str, float] | None,
+    *,
+    selection: CompressorName | str = "topk",
+    merge: int = MERGE,
+    codec: Codec = PLAIN,
+    dense_bytes: int = 4,
+    single: Collection[str] = (),
+) -> list[Part]:
+    """Return the messages of a layer-wise step without their seconds; parameters are those of :func:`deliveries`.
+
+    Parameters
+    ----------
+    layers : sequence of LayerTime
+        Layers in the order of the backward pass.
+    world : int
+        Number of workers.
+    ratio : float or mapping of str to float, optional
+        Kept fraction.
+    selection : str
+        Selector.
+    merge : int
+        Elements of gradient in a message.
+    codec : Codec
+        What is on the wire.
+    dense_bytes : int
+        Bytes of a value where `ratio` is None.
+    single : collection of str
+        Layers that send one value.
+    """
     numel = sum(layer.numel for layer in layers)
-    messages = []
+    result = []
     for message in _merged(layers, merge):
         elements = sum(layer.numel for layer in message)
+        gathered: list[int] = []
+        reduced: list[int] = []
+        select: list[Work] = []
+        local: list[Work] = []
         if ratio is None:
-            counts, lengths = [elements], [dense_bytes * elements]
-            select, works, local = 0.0, [Work("all_reduce", lengths[0])], []
+            counts, reduced = [elements], [dense_bytes * elements]
             if dense_bytes < 4:
                 # with bfloat16 the hook converts before and after
                 local = [Work("average", elements, 2)]
@@ -166,16 +273,17 @@ def deliveries(
                 (k, 1 if each.name in single else k, each.numel)
                 for k, each in zip(counts, message, strict=True)
             ]
-            parts = [each for each in asked if not sends_dense(*each, numel, codec)]
-            sparse = [k for k, _, _ in parts]
-            dense = elements - sum(span for _, _, span in parts)
+            picked = [each for each in asked if not sends_dense(*each, numel, codec)]
+            sparse = [k for k, _, _ in picked]
+            dense = elements - sum(span for _, _, span in picked)
             counts = [*sparse, dense]
-            words = sum(selection_words(k, values, numel, codec, span) for k, values, span in parts)
-            values = sum(each for _, each, _ in parts)
+            words = sum(
+                selection_words(k, values, numel, codec, span) for k, values, span in picked
+            )
+            values = sum(each for _, each, _ in picked)
             room = selection_words(sum(sparse), values, numel, codec, elements)
             # the second of two steps: the first finds the room that its messages are padded to
-            lengths = ragged_bytes([[words]] * 2, room)[-1]
-            works = [Work(_gather(network), length) for length in lengths]
+            gathered = [*ragged_bytes([[words]] * 2, room)[-1]]
             local = [
                 Work("pack", sum(sparse)),
                 *coding(codec, "encode", sum(sparse)),
@@ -184,29 +292,23 @@ def deliveries(
             ]
             if dense:
                 # values without positions go in one all-reduce beside the selections
-                lengths = [*lengths, 4 * dense]
-                works.append(Work("all_reduce", 4 * dense))
+                reduced = [4 * dense]
                 local.append(Work("average", dense))
             # layers that are sent whole need no selection
-            select = network.seconds((Work(f"select:{selection}", n) for *_, n in parts), world)
-        exchanged, alongside = network.seconds(works, world), network.seconds(local, world)
-        if network.crowded and local:
-            # The exchange's thread runs on a core that would compute: only the transfer of bytes goes on beside it.
-            # the cost of an empty message is paid on a core, not on the wire
-            handling = min(exchanged, sum(network.line(w.operation, world).at(0) for w in works))
-            select, exchanged, alongside = select + alongside + handling, exchanged - handling, 0.0
-        messages.append(
-            Message(
+            select = [Work(f"select:{selection}", n) for *_, n in picked]
+        result.append(
+            Part(
                 layers=tuple(layer.name for layer in message),
                 numel=elements,
                 sent=sum(counts),
                 backward=sum(layer.backward for layer in message),
-                select=select,
-                communicate=exchanged + alongside,
-                bytes_sent=sum(lengths),
+                gathered=tuple(gathered),
+                reduced=tuple(reduced),
+                select=tuple(select),
+                local=tuple(local),
             )
         )
-    return messages
+    return result
 
 
 def layer_ratios(

@@ -395,6 +395,8 @@ def test_only_the_steps_asked_for_have_to_be_finite(tmp_path, measured):
     ],
 )
 def test_metadata_of_any_type_are_no_error(tmp_path, metadata, optimizer):
+    network = tmp_path.parent / "network.json"
+    measured_network().save(network)
     path = tmp_path / f"{len(list(tmp_path.iterdir()))}.zarr"
     create_trace(path, LAYERS, metadata=metadata)
     write(path, [0])
@@ -402,7 +404,7 @@ def test_metadata_of_any_type_are_no_error(tmp_path, metadata, optimizer):
     for command in (
         ("info", path),
         ("advise", path),
-        ("plan", path, "--link", "1gbit", "--compute", 0.1, "--workers", 2),
+        ("plan", path, "--network", network, "--compute", 0.1, "--workers", 2),
     ):
         done = run(*command)
         assert "Traceback" not in done.stderr

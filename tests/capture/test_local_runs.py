@@ -156,6 +156,7 @@ def test_every_table_takes_pseudogradients(trace, command):
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("unrendered")
 def test_the_report_and_the_plan_take_them(trace, tmp_path):
     page = tmp_path / "report.html"
     done = terminal("report", trace, "-o", page, "-q")

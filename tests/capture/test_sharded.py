@@ -213,6 +213,7 @@ def test_what_cannot_be_captured_is_refused(tmp_path):
         assert all("\n" not in line for line in said.values())
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_every_command_takes_a_sharded_trace(tmp_path, hooked, capsys):
     path, _ = hooked
     name = str(path)

@@ -426,6 +426,7 @@ def test_a_plan_says_which_link_it_assumed_and_nothing_of_a_measured_one(tmp_pat
         assert ("1gbit was not measured" in done.stderr) is assumed
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_report_says_what_a_usual_link_would_make_of_it(tmp_path):
     np.save(tmp_path / "x.npy", np.random.default_rng(0).laplace(size=200_000).astype("f4"))
     page = tmp_path / "r.html"
@@ -455,6 +456,7 @@ def test_models_all_and_methods():
     assert "double_genpareto: shape above 1/4: moment estimate unreliable (1 of the fits)" in status
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_sketches_are_announced(tmp_path):
     from support.traces import heavy_trace
 

@@ -51,6 +51,7 @@ def test_plans(name, tmp_path, pins, kind):
     compared(now, pins, kind, name)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_report(tmp_path, pins, kind, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("planted.npy", np.random.default_rng(41).laplace(size=3000).astype(np.float32))

@@ -33,6 +33,9 @@ from gradstats.statistics.laws import LAWS
 from gradstats.trace import TraceWriter, create_trace
 from gradstats.trace.sources import ArraySource, Subset, open_source, open_sources
 
+# the page of the module is drawn, and so are tests/cli's of odd gradients
+pytestmark = pytest.mark.usefixtures("unrendered")
+
 
 class Page(HTMLParser):
     """Elements with their attributes, and the text of the verdict table by row."""
