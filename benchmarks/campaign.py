@@ -73,12 +73,12 @@ PARTS = {
     "lost ranks": Part(
         "faults.ranks.lose", "one rank of four killed, stopped or slow in an exchange", 72, 1, 6
     ),
-    "calls": Part("faults.calls.hostile", "hostile arrays and arguments", 20_000, 60, 1000),
-    "files": Part("faults.files.mutated", "mutated files and traces", 100_000, 80, 2000),
+    "calls": Part("faults.calls.hostile", "hostile arrays and arguments", 20_000, 30, 1000),
+    "files": Part("faults.files.mutated", "mutated files and traces", 100_000, 40, 2000),
     "dumps": Part(
-        "faults.files.mutated_dump", "mutated dumps, shards and checkpoints", 20_000, 30, 2000
+        "faults.files.mutated_dump", "mutated dumps, shards and checkpoints", 20_000, 20, 2000
     ),
-    "messages": Part("faults.wire.message", "damaged messages", 20_000, 60, 1000),
+    "messages": Part("faults.wire.message", "damaged messages", 20_000, 30, 1000),
     "messages of ranks": Part(
         "faults.wire.between_ranks", "damaged messages between two ranks, verified", 100, 1, 20, 60
     ),
@@ -86,7 +86,7 @@ PARTS = {
     "checkpoints": Part("faults.checkpoints.mutated", "altered checkpoints", 5200, 26, 650),
     "soak": Part("faults.soak.soak", "100,000 captured steps", 1, 0, 1, 7200),
     "outputs": Part("faults.outputs.replaced", "a command killed while it writes", 100, 1, 10, 300),
-    "tables": Part("faults.names.tables", "hostile names in every table format", 5000, 20, 500),
+    "tables": Part("faults.names.tables", "hostile names in every table format", 5000, 10, 500),
     "reports": Part("faults.names.report", "hostile names in a report", 20, 0, 5, 300),
 }
 

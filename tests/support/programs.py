@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import json
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -23,7 +24,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest.mock import patch
 
-__all__ = ["BARE", "Kernel", "program"]
+__all__ = ["BARE", "Kernel", "Program", "program"]
 
 INLINE = "module://matplotlib_inline.backend_inline"
 """Where a kernel's figures go."""
@@ -41,13 +42,14 @@ READ_ONCE = (
 """Variables that Python and libraries read as they start: a process is shared by programs that have them alike."""
 
 
-def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=True):
+def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=True, imports=()):
     """Run Python with these arguments; return what `subprocess.run` would.
 
     Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts.
-    `trains` says that it starts ranks itself, as commands that train are known to.
+    `trains` says that it starts ranks itself, as commands that train are known to. Modules of `imports` are imported
+    before, too, by a process that programs with the same ones share.
     """
-    server, environment, known, there = _place(path, env)
+    server, environment, known, there = _place(path, env, tuple(imports))
     arguments = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -59,6 +61,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=
             "said": list(map(str, said)),
             "ranks": ranks,
             "trains": trains or not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
+            "session": False,
         }
         try:
             print(json.dumps(request), file=server.stdin, flush=True)
@@ -71,6 +74,46 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=
         stdout, stderr = (file.read_text("utf-8") for file in said)
     assert not check or code == 0, stderr[-3000:]
     return subprocess.CompletedProcess(arguments, code, stdout, stderr)
+
+
+class Program:
+    """What `subprocess.Popen` would be of a program in a session of its own, whose ranks are forked, too.
+
+    What it says is kept in a folder.
+    """
+
+    def __init__(self, folder, *arguments):
+        server, environment, known, there = _place((), ())
+        self._said = [str(Path(folder, name)) for name in ("stdout", "stderr")]
+        request = {
+            "arguments": list(map(str, arguments)),
+            "cwd": os.getcwd(),
+            "env": environment,
+            "path": [known, there],
+            "said": self._said,
+            "ranks": 0,
+            "trains": False,
+            "session": True,
+        }
+        print(json.dumps(request), file=server.stdin, flush=True)
+        self.pid = int(server.stdout.readline())
+        pool = ThreadPoolExecutor(1)
+        self._end = pool.submit(server.stdout.readline)
+        pool.shutdown(wait=False)
+
+    @property
+    def stderr(self):
+        return Path(self._said[1]).read_text("utf-8")
+
+    def poll(self):
+        return int(self._end.result()) if self._end.done() else None
+
+    def wait(self, timeout=60):
+        return int(self._end.result(timeout))
+
+    def kill(self, number=signal.SIGKILL):
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 class Kernel:
@@ -104,7 +147,7 @@ class Kernel:
             os.killpg(self._server.pid, number)
 
 
-def _place(path, env):
+def _place(path, env, imports=()):
     """Return what forks a program: the process, variables, how many folders of Python's path it knows, and all."""
     environment = os.environ | dict(env)
     there = [*map(str, path), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
@@ -112,15 +155,15 @@ def _place(path, env):
     # What is imported before a fork, and what packages bring to it, is of these; the others are added in the fork.
     ours = [p for p in there if Path(p, "gradstats").is_dir() or any(Path(p).glob("*.dist-info"))]
     read = environment | {"PYTHONPATH": os.pathsep.join(ours)}
-    server = _server(tuple((name, read.get(name)) for name in READ_ONCE))
+    server = _server(tuple((name, read.get(name)) for name in READ_ONCE), imports)
     return server, environment, len(ours), there
 
 
 @functools.cache
-def _server(settings):
+def _server(settings, imports):
     """Start the process that forks."""
     process = subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *imports],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -136,7 +179,7 @@ def _serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if BARE not in os.environ:
-        for name in IMPORTED:
+        for name in (*IMPORTED, *sys.argv[1:]):
             import_module(name)
         if os.environ.get("MPLBACKEND") == INLINE:
             import_module("ipykernel.kernelapp")
@@ -166,12 +209,17 @@ def _serve():
         for own in variables:
             pid = os.fork()
             if not pid:
-                if (
-                    ranks._forkserver_pid is not None
-                ):  # the server's child, and none of this process
+                if request["session"]:  # with ranks of its own
+                    os.setsid()
+                    ranks.__init__()
+                    multiprocessing.util.spawnv_passfds = _forked
+                # the server's child, and none of this process
+                elif ranks._forkserver_pid is not None:
                     ranks.ensure_running = lambda: None
                 _run(request, {name: str(value) for name, value in own.items()})
             pids[pid] = None
+            if request["session"]:
+                print(pid, file=answers, flush=True)
         while None in pids.values():
             pid, status = os.wait()
             pids[pid] = os.waitstatus_to_exitcode(status)
