@@ -20,6 +20,7 @@ from rich.cells import cell_len
 from support.every import every
 from support.installed import files_of
 from support.networks import measured_network
+from support.programs import Program
 from support.terminal import records, run
 from support.traces import drifting_trace
 
@@ -641,19 +642,14 @@ def test_a_signal_while_python_ends_changes_nothing(tmp_path, ends, late):
 @pytest.mark.distributed
 def test_ctrl_c_ends_every_process_of_a_capture(tmp_path):
     out = tmp_path / "x.zarr"
-    command = [GRADSTATS, "--quiet", "capture", "resnet20-digits", "--out", out]
-    process = subprocess.Popen(
-        [*command, "--steps", "100000", "--every", "1"],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = ["-m", "gradstats", "--quiet", "capture", "resnet20-digits", "--out", out]
+    process = Program(tmp_path, *command, "--steps", "100000", "--every", "1")
     while process.poll() is None and not list(out.glob("rank*/step/c/*")):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, said = process.communicate(timeout=60)
-    *before, last = said.splitlines()
-    assert (process.returncode, last) == (130, "gradstats: interrupted")
+    code = process.wait()
+    *before, last = process.stderr.splitlines()
+    assert (code, last) == (130, "gradstats: interrupted")
     # 100,000 steps may be more than the disk holds, which is said at once
     assert all("CaptureWarning: the disk of " in line or line[0] == " " for line in before)
     end = time.monotonic() + 10

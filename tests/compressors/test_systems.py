@@ -462,7 +462,7 @@ torch.set_num_threads(1)
 for compressor in (MiCRO(0.5), RandomK(0.5), CLTk(0.5)):
     compressor.reduce(torch.ones(50000), None)
 """
-    assert_ends(imports, body, tmp_path, trials=5)
+    assert_ends(imports, body, tmp_path, trials=3)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5, 1.0])

@@ -122,7 +122,7 @@ for _ in range(5):
     ddp(torch.randn(8, 300)).sum().backward()
 dist.destroy_process_group()
 """
-    assert_ends(imports, body, tmp_path, trials=5)
+    assert_ends(imports, body, tmp_path, trials=3)
 
 
 def test_compressors_by_name():

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import http.server
 import json
-import os
-import subprocess
-import sys
 import threading
 import zipfile
 
 import numpy as np
 import pytest
 import torch
+from support.programs import program
 
 from capture import Capture
 from gradstats import open_trace, save_safetensors
@@ -123,14 +121,7 @@ def test_quality_of_a_bucket(trace):
         bucket.mkdir("bucket")
         bucket.put(str(trace), "bucket/run.zarr", recursive=True)
         command = ["quality", "s3://bucket/run.zarr", "--ratio", "0.1", "--estimator", "exact"]
-        run = subprocess.run(
-            [sys.executable, "-m", "gradstats", *command, "--format", "json"],
-            env=os.environ | keys,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
+        run = program("-m", "gradstats", *command, "--format", "json", env=keys)
         assert json.loads(run.stdout)[0]["n"] == 2
     finally:
         server.stop()
