@@ -84,7 +84,7 @@ def warn_of_idle(exclude: Sequence[str], names: Sequence[str]) -> None:
     if unused := idle(exclude, names):
         first = names[0] if names else "missing"
         warn(
-            f"exclude: no parameter is called {several(unused)}, so that excludes none; the first of {len(names)} is "
+            f"exclude: no parameter is called {several(unused)}, so it excludes nothing; the first of {len(names)} is "
             f"{first}"
         )
 

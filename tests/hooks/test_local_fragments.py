@@ -129,7 +129,7 @@ def test_a_pattern_may_exclude_of_one_fragment_alone(one_rank):
     # a frozen parameter's pattern is no mistake
     assert made("0.bias", "1.weight", "1.bias") == [["0.weight"], []]
     with pytest.warns(
-        UserWarning, match="called bias, so that excludes none; the first of 4 is 0.weight$"
+        UserWarning, match="called bias, so it excludes nothing; the first of 4 is 0.weight$"
     ) as warned:
         assert made("bias", "1.weight") == [["0.weight"], ["0.bias"]]
     assert len(warned) == 1

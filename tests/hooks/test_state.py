@@ -295,7 +295,7 @@ def test_a_pattern_that_excludes_nothing_is_named():
     net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
     named = [*net.named_parameters()]
     CompressionState(TopK(0.1), named_parameters=named, exclude=["1.*", "0.bias", "?.weight"])
-    said = "no parameter is called bias, 2.[*], so that excludes none; the first of 4 is 0.weight"
+    said = "no parameter is called bias, 2.[*], so it excludes nothing; the first of 4 is 0.weight"
     with pytest.warns(UserWarning, match=said):
         CompressionState(TopK(0.1), named_parameters=named, exclude=["bias", "0.*", "2.*"])
 
