@@ -15,8 +15,11 @@ from gradstats.primitives.ratio import check_count, check_number, check_ratio, c
 
 
 def test_every_public_function():
-    """Neither raw exceptions nor warnings, wrong answers, seconds or a hundred megabytes."""
-    calls = hostile.calls(np.random.default_rng(3))
+    """Neither raw exceptions nor warnings, wrong answers, seconds or a hundred megabytes.
+
+    Every third call, of 13 of each function at least; the campaign makes all of them.
+    """
+    calls = islice(hostile.calls(np.random.default_rng(3)), 0, None, 3)
     verdicts = [(label, hostile.verdict(call)) for label, call in calls]
     assert [each for each in verdicts if each[1] not in ("right", "refused")] == []
     assert {verdict for _, verdict in verdicts} == {"right", "refused"}
