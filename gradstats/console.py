@@ -86,7 +86,7 @@ def progress_bar() -> rich.progress.Progress:
 
         began = time.monotonic()
         # what is seen needs no words, and a quiet console wants none
-        is_silent = console.quiet or visible
+        needs_no_words = console.quiet or visible
 
         def start(self) -> None:
             # in a notebook `advance` shows the bar, and only if the work takes long
@@ -96,12 +96,12 @@ def progress_bar() -> rich.progress.Progress:
             self.timers = [
                 threading.Timer(s, self._say, [s == LATEST_S]) for s in (SOON_S, LATEST_S)
             ]
-            for timer in () if self.is_silent else self.timers:
+            for timer in () if self.needs_no_words else self.timers:
                 timer.daemon = True  # the end of the process must not wait for it
                 timer.start()
 
         def stop(self) -> None:
-            self.is_silent = True
+            self.needs_no_words = True
             for timer in self.timers:
                 timer.cancel()
             super().stop()
@@ -109,7 +109,7 @@ def progress_bar() -> rich.progress.Progress:
         def advance(self, task_id: TaskID, advance: float = 1) -> None:
             super().advance(task_id, advance)
             if time.monotonic() - self.began >= SOON_S:
-                if not self.is_silent:
+                if not self.needs_no_words:
                     self._say()
                 elif notebook:
                     # does nothing where the bar is already shown
@@ -117,13 +117,13 @@ def progress_bar() -> rich.progress.Progress:
 
         def _say(self, anyway: bool = False) -> None:
             """Say how far the work is, once, if a tenth is done or it is late."""
-            for task in () if self.is_silent else list(self.tasks):
+            for task in () if self.needs_no_words else list(self.tasks):
                 elapsed, total = time.monotonic() - self.began, task.total or 0
                 left = ""
                 if 0 < total <= 10 * task.completed:
                     left = f", about {elapsed * (total / task.completed - 1):.0f} s left"
                 if left or anyway:
-                    self.is_silent = True
+                    self.needs_no_words = True
                     done = f"{task.completed:.0f} of {total:.0f} " if total else "under way "
                     console.print(f"{task.description}: {done}after {elapsed:.0f} s{left}")
 

@@ -149,12 +149,9 @@ def test_no_underscore_hides_a_clash_of_names():
 
 # what FSDP2 notes of a unit and of its parameters, without an underscore
 NOTES_OF_FSDP2 = {
-    "all_reduce_grads",
-    "fsdp_params",
-    "fsdp_placement",
-    "mesh_info",
-    "sharded_param",
-    "sharded_size",
+    *("all_reduce_grads", "fsdp_params", "fsdp_placement", "mesh_info", "shard_mesh_size"),
+    *("sharded_param", "sharded_size", "padded_sharded_param_size", "replicate_process_group"),
+    *("gradient_divide_factor", "force_sum_reduction_for_comms"),
 }
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ def delta(
     per_layer : bool, optional
         Look at every layer by itself, too.
     client : distributed.Client, optional
-        Cluster that does the work.
+        Cluster that does the work. What is no file is compared in this process.
     on_progress : callable, optional
         Called after every layer.
 
@@ -161,6 +162,8 @@ def delta(
         )
     common, remarks = _common(checkpoints)
     named = chosen([layer.name for layer in common], layers, per_layer, checkpoints[0].name)
+    if any(c.source.in_memory for c in checkpoints):
+        client = None  # each task would carry all of them
     # before any layer is compared: all are compared in one type
     compared = dtype or _shortest(checkpoints, common, client)
     hidden: set[str] = set()
@@ -197,6 +200,10 @@ class _Checkpoint:
     name: str
     source: Source
     key: tuple[int, Any, int]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # without the layers, which a worker lists for itself
+        return _Checkpoint, (self.name, self.source, self.key)
 
     # frozen dataclasses refuse assignment; cached_property writes into __dict__, past it
     @cached_property
@@ -276,20 +283,23 @@ def _shortest(
     """Return the shortest type of which all weights are numbers."""
 
     def plan(submit: Submit, layer: Layer) -> Any:
-        return submit(_types, checkpoints, layer)
+        return submit(_types, checkpoints, layer, left)
 
     # bfloat16 first: numbers that are of both types, such as zeros, are called that
     left: list[WeightType] = ["bf16", "fp16"]
-    for types in evaluate(plan, layers, client, "layers"):
+    # one layer of float32 is enough: the first is looked at before a cluster is asked for the others
+    first, others = evaluate(plan, layers[:1]), evaluate(plan, layers[1:], client, "layers")
+    for types in chain(first, others):
         left = [name for name in left if name in types]
         if not left:
             return "fp32"
     return left[0]
 
 
-def _types(checkpoints: Sequence[_Checkpoint], layer: Layer) -> list[str]:
-    """Return the types of 16 bits of which one layer's weights are numbers in every checkpoint."""
-    left = ["bf16", "fp16"]
+def _types(
+    checkpoints: Sequence[_Checkpoint], layer: Layer, left: list[WeightType]
+) -> list[WeightType]:
+    """Return those types of which one layer's weights are numbers in every checkpoint."""
     for checkpoint in checkpoints:
         values = checkpoint.values(layer)
         left = [name for name in left if _fits(values, name)]

@@ -78,20 +78,28 @@ def advise(  # numpydoc ignore=PR01
 
     opened = only_source(source)
     plans: list[dict[str, object]] = []
-    if link is not None or network is not None:
-        if compute is None:
-            raise InputError(
-                "a plan for a link needs --compute, the seconds of a step without its exchange"
-            )
-        cluster = cluster_of(network, link, rtt, opened.numel, [*RATIOS], SENT, False)
-        plans = networks.plan(
-            opened, cluster, compute, [workers], RATIOS, SENT, captured=step or None
+    linked = link is not None or network is not None
+    if linked and compute is None:
+        raise InputError(
+            "a plan for a link needs --compute, the seconds of a step without its exchange"
         )
-        if link is not None:
-            note(assumed_link(cluster))
-    elif rtt is not None or compute is not None:
+    if not linked and (rtt is not None or compute is not None):
         raise InputError("--rtt and --compute are of a link: give --link, or --network")
     with connect(scheduler) as client:
+        if linked and compute is not None:
+            cluster = cluster_of(network, link, rtt, opened.numel, [*RATIOS], SENT, False)
+            plans = networks.plan(
+                opened,
+                cluster,
+                compute,
+                [workers],
+                RATIOS,
+                SENT,
+                captured=step or None,
+                client=client,
+            )
+            if link is not None:
+                note(assumed_link(cluster))
         advice = advise(
             opened,
             plans,

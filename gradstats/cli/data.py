@@ -212,26 +212,29 @@ def report(  # numpydoc ignore=PR01
 
     sources = open_sources(source)
     advice = []
-    if network is not None or link is not None:
-        from gradstats.cli.plan import assumed_link, cluster_of
-        from gradstats.network import advice as advised
-        from gradstats.network import plan
-
-        if not workers or not compute:
-            raise InputError("--network and --link take --workers and --compute, too")
-        for each in sources:
-            # codecs are no option of a report, and are not timed
-            cluster = cluster_of(network, link, rtt, each.numel, ratio, (), coded=False)
-            plans = plan(each, cluster, compute, workers, **user_options(ratios=ratio))
-            for n in dict.fromkeys(workers):
-                advice.append(f"{each.name}: {advised([r for r in plans if r['workers'] == n])}")
-        if link is not None:
-            note(assumed_link(cluster))
-    elif workers or compute or ratio or rtt:
+    linked = network is not None or link is not None
+    if linked and not (workers and compute):
+        raise InputError("--network and --link take --workers and --compute, too")
+    if not linked and (workers or compute or ratio or rtt):
         raise InputError(
             "--workers, --compute, --ratio and --rtt are of the plan: give --network or --link, too"
         )
     with connect(scheduler) as client:
+        if linked and workers and compute:
+            from gradstats.cli.plan import assumed_link, cluster_of
+            from gradstats.network import advice as advised
+            from gradstats.network import plan
+
+            options = user_options(ratios=ratio, client=client)
+            for each in sources:
+                # codecs are no option of a report, and are not timed
+                cluster = cluster_of(network, link, rtt, each.numel, ratio, (), coded=False)
+                plans = plan(each, cluster, compute, workers, **options)
+                for n in dict.fromkeys(workers):
+                    text = advised([r for r in plans if r["workers"] == n])
+                    advice.append(f"{each.name}: {text}")
+            if link is not None:
+                note(assumed_link(cluster))
         write_report(sources, output, advice=advice, client=client)
     note(f"wrote {output}")
 

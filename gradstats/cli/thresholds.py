@@ -213,9 +213,9 @@ def _answered(
     for (trace, kind), each in gradients.items():
         mine = [r for r in series if (r["trace"], r["kind"], r["layer"]) == (trace, kind, "all")]
         answers.append(f"{trace}, {kind}: {which_rule(each)}{counting_rules(mine)}")
-        names, reasons = left_out(each) if brief else ((), "")
+        names, reason = left_out(each) if brief else ((), "")
         hidden |= {(trace, kind, name) for name in names}
-        answers[-1] += f" {reasons}" if reasons else ""
+        answers[-1] += f" {reason}" if reason else ""
     shown = [r for r in summary if (r["trace"], r["kind"], r["estimator"]) not in hidden]
     shown.sort(key=lambda r: place[tuple(r[n] for n in _RULE)])
     return answers, shown

@@ -166,19 +166,19 @@ def _options(value: object) -> Iterator[tuple[str, Any]]:
     except ValueError:  # of a type made in C, such as torch.Generator
         return
     names = [n for n in parameters if n not in _ELSEWHERE]
-    arguments: set[int] = set()
+    argument_ids: set[int] = set()
     for name in names:
         # constructors keep their arguments under the same names, or with an underscore before
         place = name if name in has else f"_{name}"
         if place in has:
-            arguments.add(id(has[place]))
+            argument_ids.add(id(has[place]))
             yield name, has[place]
         elif isinstance(getattr(type(value), name, None), property):
             yield name, getattr(value, name)
     # parts that were made of the arguments, unless they are arguments themselves
     for name, each in has.items():
         ours = type(each).__module__.startswith("gradstats.") and not isinstance(each, type)
-        if ours and id(each) not in arguments and type(each).__name__ not in _AT_WORK:
+        if ours and id(each) not in argument_ids and type(each).__name__ not in _AT_WORK:
             yield name.lstrip("_"), each
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "InBuffer",
     "all_reduce_hook",
     "averages_replicas",
+    "device_of",
     "divide_factors",
     "is_micro_step",
     "number_of_shards",
@@ -35,9 +36,9 @@ class InBuffer(NamedTuple):
     ----------
     parameter : torch.nn.Parameter
         This rank's shard, a ``DTensor``.
-    size : torch.Size
+    shape : torch.Size
         Shape of the whole parameter.
-    shard : torch.Size
+    shard_shape : torch.Size
         Shape of this rank's shard.
     padded : int
         Elements that every rank's shard takes in a buffer.
@@ -46,8 +47,8 @@ class InBuffer(NamedTuple):
     """
 
     parameter: torch.Tensor
-    size: torch.Size
-    shard: torch.Size
+    shape: torch.Size
+    shard_shape: torch.Size
     padded: int
     dim: int
 
@@ -108,6 +109,17 @@ def averages_replicas(group: Any) -> bool:
         One of :func:`parameter_groups`.
     """
     return hasattr(group.mesh_info, "replicate_process_group")
+
+
+def device_of(group: Any) -> torch.device:
+    """Return the device that a group's gradients are reduced on, where offloaded parameters are not.
+
+    Parameters
+    ----------
+    group : FSDPParamGroup
+        One of :func:`parameter_groups`.
+    """
+    return cast("torch.device", group.device)
 
 
 def is_micro_step(group: Any) -> bool:

@@ -206,8 +206,8 @@ class Monitor(Facts):
     >>> model = torch.nn.Linear(100, 10)
     >>> monitor = Monitor(model)
     >>> model(torch.ones(1, 100)).sum().backward()
-    >>> found = monitor.step()
-    >>> round(found["gradient/norm"], 3), found["gradient/zeros"], monitor.blame
+    >>> values = monitor.step()
+    >>> round(values["gradient/norm"], 3), values["gradient/zeros"], monitor.blame
     (31.78, 0.0, None)
     """
 

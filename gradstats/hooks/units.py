@@ -15,6 +15,7 @@ from gradstats.errors import InputError
 from gradstats.hooks.fsdp_private import (
     InBuffer,
     averages_replicas,
+    device_of,
     divide_factors,
     number_of_shards,
     parameter_groups,
@@ -101,7 +102,7 @@ class Unit:
         places = self._places(output.numel())
         parts = torch.split(output, [each.padded for each in places])
         return [
-            part[: each.shard.numel()].view(each.shard)
+            part[: each.shard_shape.numel()].view(each.shard_shape)
             for each, part in zip(places, parts, strict=True)
         ]
 
@@ -130,10 +131,10 @@ class Unit:
         parts = torch.split(rows, [each.padded for each in places], dim=1)
         for each, part in zip(places, parts, strict=True):
             if each.dim == 0:  # ranks have as many rows each, and padding is at the end
-                whole = part.reshape(-1)[: each.size.numel()].view(each.size)
+                whole = part.reshape(-1)[: each.shape.numel()].view(each.shape)
             else:
                 # of other dimensions FSDP2 shards only what divides evenly: no padding
-                whole = torch.cat([row.view(each.shard) for row in part], dim=each.dim)
+                whole = torch.cat([row.view(each.shard_shape) for row in part], dim=each.dim)
             yield each.parameter, whole
 
     def _places(self, numel: int) -> list[InBuffer]:
@@ -253,7 +254,7 @@ def across(fsdp_units: Sequence[Unit], replicas: dist.ProcessGroup | None) -> di
     group = shard_group(fsdp_units[0].group)
     # place and number of shards in one 32-bit flag
     flag = dist.get_rank(group) << 16 | dist.get_world_size(group)
-    if len(set(all_gather_flags(flag, replicas, fsdp_units[0].parameters[0].device))) > 1:
+    if len(set(all_gather_flags(flag, replicas, device_of(fsdp_units[0].group)))) > 1:
         raise InputError(
             "the ranks to exchange with hold other shards than this one: give those that hold the same, such as "
             'mesh["replicate"]'

@@ -180,7 +180,7 @@ class Line:
         return replace(self, fixed=self.fixed * factor, slope=self.slope * factor)
 
 
-@lru_cache(1 << 16)
+@lru_cache(1 << 12)
 def _bend(size: float, sizes: tuple[float, ...], bends: tuple[float, ...]) -> float:
     """Return what :meth:`Line.bend` does; kept, as all lines that are drawn for an interval bend alike."""
     # the logarithm of an empty message would be infinite

@@ -168,7 +168,7 @@ class DDP(Sender):
 
     def messages(self, network: Network) -> list[Message]:
         """Return the buckets."""
-        return [part.on(network, self.world) for part in self.parts]
+        return [part.on(network) for part in self.parts]
 
     def selections(self) -> set[str]:
         """Return none."""
@@ -246,7 +246,7 @@ class Layerwise(Sender):
 
     def messages(self, network: Network) -> list[Message]:
         """Return the messages of merged layers."""
-        messages = [part.on(network, self.world) for part in self.parts]
+        messages = [part.on(network) for part in self.parts]
         # each message has its share of the passes, by its number of elements
         share = self.memory(network) / self.numel
         return [replace(m, select=m.select + share * m.numel) for m in messages]

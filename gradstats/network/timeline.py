@@ -79,7 +79,7 @@ class Message(Delivery):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a message of a step holds, and the work that it takes: all of it that does not depend on the network.
+    """What a message of a step holds, and the work that it takes among so many workers, whatever the network.
 
     Attributes
     ----------
@@ -89,6 +89,8 @@ class Part:
         Elements of its layers, and those that are sent.
     backward : float
         Seconds of backward pass before it.
+    world : int
+        Number of workers.
     gathered, reduced : tuple of int
         Bytes of its all-gathers, and of its all-reduces.
     select, local : tuple of Work
@@ -99,21 +101,21 @@ class Part:
     numel: int
     sent: int
     backward: float
+    world: int
     gathered: tuple[int, ...] = ()
     reduced: tuple[int, ...] = ()
     select: tuple[Work, ...] = ()
     local: tuple[Work, ...] = ()
 
-    def on(self, network: Network, world: int) -> Message:
+    def on(self, network: Network) -> Message:
         """Return the message with its seconds on a network.
 
         Parameters
         ----------
         network : Network
             Cost model.
-        world : int
-            Number of workers.
         """
+        world = self.world
         works = [Work(_gather(network), length) for length in self.gathered]
         works += [Work("all_reduce", length) for length in self.reduced]
         select = network.seconds(self.select, world) if self.select else 0.0
@@ -218,7 +220,7 @@ def deliveries(
         dense_bytes=dense_bytes,
         single=single,
     )
-    return [part.on(network, world) for part in some]
+    return [part.on(network) for part in some]
 
 
 def parts(
@@ -302,6 +304,7 @@ def parts(
                 numel=elements,
                 sent=sum(counts),
                 backward=sum(layer.backward for layer in message),
+                world=world,
                 gathered=tuple(gathered),
                 reduced=tuple(reduced),
                 select=tuple(select),

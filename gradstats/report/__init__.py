@@ -86,7 +86,7 @@ def write_report(
         if not i:  # what names no source is of the first
             mine += [text for text in advice if not text.startswith(names)]
         # whether to compress is asked of a source, not of each of its kinds
-        first = {SHOULD: should(m, m.kinds[0], mine)}
+        first = {SHOULD: should(m, m.kinds[0], mine, client)}
         for kind in m.kinds:
             answers.append(
                 (m, kind, first | {q: answer(m, kind) for q, answer in QUESTIONS.items()})

@@ -82,7 +82,7 @@ _TENTH = 0.1
 """Share of the elements that the tail is of."""
 
 
-def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
+def should(measured: Measured, kind: Kind, advice: Sequence[str], client: Any = None) -> Verdict:
     """Ask whether to compress.
 
     Parameters
@@ -93,13 +93,15 @@ def should(measured: Measured, kind: Kind, advice: Sequence[str]) -> Verdict:
         Kind of gradient that would be compressed.
     advice : sequence of str
         What plans for networks say of this source.
+    client : distributed.Client, optional
+        Cluster that does the work.
     """
     source = measured.source
     shares = {r["step"]: r["shares"] for r in _of(measured.energy, kind) if r["shares"]}
     tried, nonzero = None, 1.0
     # one step is enough: the sum over workers passes NaN on to all
     if not any(r["nonfinite"] for r in measured.ledger):
-        of, properties = properties_of(source)
+        of, properties = properties_of(source, {"client": client})
         tried = advice_for(of, properties, optimizer_of(source))
         nonzero = properties["nonzero"]
     return should_compress(

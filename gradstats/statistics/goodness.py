@@ -325,9 +325,9 @@ class Distances:
             return 0.0
         s, weight = np.polynomial.laguerre.laggauss(40)
         # far beyond the scale the survival rounds to 0, whose quantile is infinite
-        nodes = (weight > 1e-25) & (share * np.exp(-s) > 0)
-        places = self.law.isf(share * np.exp(-s[nodes]), **self.params)
-        return share * float(weight[nodes] @ (places - last))
+        inside = (weight > 1e-25) & (share * np.exp(-s) > 0)
+        places = self.law.isf(share * np.exp(-s[inside]), **self.params)
+        return share * float(weight[inside] @ (places - last))
 
     def upper_anderson_darling(self) -> float:
         """Return ∫ (w − c)²/w dw over the model's survival w.

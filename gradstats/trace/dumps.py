@@ -97,6 +97,10 @@ class Dumps(Source):
         self.layers: list[Layer] = opened.layers
         self.remark = opened.remark
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a worker of a cluster reads for itself
+        return vars(self) | {"_last": (None, None)}
+
     def entries(self) -> list[tuple[int, Kind, int]]:
         """Return (rank, kind, step) of every dump."""
         return [(rank, self._kind, step) for rank, step in self._dumps]

@@ -154,9 +154,8 @@ def _gradients(
     ours = set(_order(about))
     why = {name: _no_gradient(name, array, name in ours) for name, array in arrays.items()}
     gradients = {name: array for name, array in arrays.items() if not why[name]}
-    if (
-        not gradients
-    ):  # a lone scalar, or whole numbers whose own error says what is wrong with them
+    # a lone scalar, or whole numbers whose own error says what is wrong with them
+    if not gradients:
         gradients, why = arrays, dict.fromkeys(arrays, "")
     _check_quantised(path, arrays, gradients)
     # what every model has is listed without a reason

@@ -62,6 +62,8 @@ class Source(ABC):
     layers: list[Layer]
     remark = ""
     """What was left out when the source was read, in a sentence."""
+    in_memory = False
+    """Whether it is of no file, so that a task of a cluster carries all of it."""
 
     @abstractmethod
     def entries(self) -> list[tuple[int, Kind, int]]:
@@ -243,6 +245,7 @@ class ArraySource(Source):
         remark: str = "",
     ) -> None:
         self.name, self.remark = name, remark
+        self.in_memory = path is None
         self._path, self._key = path, key
         # tells this source from a later one of the same file in a worker's cache
         self._token = uuid.uuid4().hex

@@ -9,7 +9,7 @@ import pytest
 from support.every import every
 from support.networks import measured_network
 from support.terminal import records, run
-from support.traces import LAYERS, write
+from support.traces import LAYERS, heavy_trace, write
 
 import gradstats
 from gradstats.analysis import advise
@@ -413,6 +413,18 @@ def test_metadata_of_any_type_are_no_error(tmp_path, metadata, optimizer):
         assert optimizer in run("info", path).stdout
 
 
+def test_sketches_are_enough(tmp_path):
+    """What is kept in a sketch is what a training is compared by; only the ranks' cosine needs the gradients."""
+    whole, cells = (
+        advise.properties_of(open_source(heavy_trace(tmp_path / f"{store}.zarr", store)))[1]
+        for store in ("gradients", "sketches")
+    )
+    assert "cosine" not in cells
+    assert abs(whole.pop("cosine")) < 0.05  # ranks that are independent
+    assert cells == pytest.approx(whole, rel=0.01)
+    assert 0.05 < cells["zeros"] < 0.06
+
+
 def test_odd_gradients_have_a_defined_answer():
     for values, reason in (
         (np.ones(0), "no elements"),
@@ -463,7 +475,7 @@ def test_the_command_says_and_stores_it(measured, tmp_path, monkeypatch):
     assert rows[0]["rule"] == "topk"
     asked = []
 
-    def plan(source, cluster, compute, workers, *rest, captured):
+    def plan(source, cluster, compute, workers, *rest, captured, client):
         asked.append((workers, captured))
         return []
 

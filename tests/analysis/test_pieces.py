@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import subprocess
 import sys
 from multiprocessing import forkserver
@@ -20,6 +22,7 @@ from support.traces import HEAVY_LAYERS, drifting_trace, heavy_trace
 from gradstats import registry
 from gradstats.analysis import pieces
 from gradstats.analysis.decay import compressibility_records
+from gradstats.analysis.delta import delta
 from gradstats.analysis.drift import over_training
 from gradstats.analysis.fits import fit_records
 from gradstats.analysis.peaks import mixture_records
@@ -214,8 +217,6 @@ class TestCluster:
         keys = open_source(trace).select()
         for name in pieces.evaluate(plan, keys, cluster):
             seen.append(name)
-        import os
-
         assert len(seen) == len(keys) == 12
         assert os.getpid() not in seen
 
@@ -233,12 +234,6 @@ class TestCluster:
         few = ["--ratio", "0.01", *rules]
         measured_network().save(tmp_path / "network.json")
         planned = ("--network", tmp_path / "network.json", "--ratio=0.01", "--compressor=sidco-e")
-        checkpoints = [tmp_path / f"{i}.npz" for i in range(3)]
-        rng = np.random.default_rng(0)
-        for path in checkpoints:
-            np.savez(
-                path, **{f"layer{i}": rng.normal(size=400).astype(np.float32) for i in range(9)}
-            )
         for name, *options in (
             ("fit", "--step", "0"),
             ("compressibility", "--kind", "gradient"),
@@ -250,15 +245,33 @@ class TestCluster:
             ("agreement", "--per-layer"),
             ("compare", trace, "--per-layer"),
             ("plan", *planned, "--compute=0.1", "--workers=8"),
-            ("delta", "--per-layer"),
-            ("advise",),
+            ("advise", *planned[:2], "--compute=0.1"),
         ):
-            sources = checkpoints if name == "delta" else [trace]
-            command = (name, *sources, *options, "--format", "json")
+            command = (name, trace, *options, "--format", "json")
             here, there = run(*command), run(*command, "--scheduler", cluster.scheduler.address)
             assert (here.returncode, there.returncode) == (0, 0), there.stderr
             assert len(here.stdout) > 1000
             assert there.stdout == here.stdout, name
+
+    @pytest.mark.parametrize("bits", [0, 16])
+    def test_checkpoints_are_compared_there(self, cluster, tmp_path, monkeypatch, bits):
+        """Files, and a folder of them; arrays in memory are compared here. bf16 is found in either place."""
+        rng, paths, arrays = np.random.default_rng(0), [], []
+        for i in range(3):
+            layers = {f"layer{i}": rng.normal(size=400).astype(np.float32) for i in range(9)}
+            for values in layers.values():
+                values.view(np.uint32)[:] &= np.uint32(0xFFFFFFFF << bits & 0xFFFFFFFF)
+            paths.append(tmp_path / f"step_{i}.npz")
+            np.savez(paths[-1], **layers)
+            arrays.append(layers)
+        expected = list(delta(*paths, per_layer=True))
+        assert {r["dtype"] for r in expected} == {"bf16" if bits else "fp32"}
+        assert {r["lag"] for r in expected} == {1, 2}
+        close(delta(*arrays, per_layer=True, client=cluster), expected, rel=0)
+        elsewhere = functools.partial(pairs_elsewhere, os.getpid())
+        monkeypatch.setattr("gradstats.analysis.delta._pairs", elsewhere)
+        for sources in (paths, [tmp_path]):
+            close(delta(*sources, per_layer=True, client=cluster), expected, rel=0)
 
     def test_pages_and_figures_are_the_same(self, cluster, tmp_path):
         """Of the report its answers: figures are drawn here, from what was measured there."""
@@ -303,9 +316,14 @@ class TestCluster:
         close(there, here)
 
 
-def worker_of(sketches):
-    import os
+def pairs_elsewhere(process, *arguments):
+    from gradstats.analysis.delta import _pairs
 
+    assert os.getpid() != process
+    return _pairs(*arguments)
+
+
+def worker_of(sketches):
     assert sketches["all"].numel == 165_070
     return os.getpid()
 

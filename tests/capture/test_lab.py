@@ -323,14 +323,12 @@ def test_local_steps_are_averaged_over_whole_intervals(monkeypatch):
 @contextlib.contextmanager
 def running(folder):
     """A lab whose ranks have entered their namespaces, and the process that runs it."""
-    process = Program(folder, "-m", "gradstats", *LAB[1:], "--steps", "100000")
-    names = [f"gradstats-lab-{process.pid}-{rank}" for rank in range(2)]
-    try:
+    with Program(folder, "-m", "gradstats", *LAB[1:], "--steps", "100000") as process:
+        names = [f"gradstats-lab-{process.pid}-{rank}" for rank in range(2)]
         while not all(name in ip("netns") and ip("netns", "pids", name) for name in names):
             assert process.poll() is None, process.stderr
             time.sleep(0.1)
         yield process
-    finally:
         process.kill(signal.SIGTERM)
         process.wait()
 

@@ -643,11 +643,11 @@ def test_a_signal_while_python_ends_changes_nothing(tmp_path, ends, late):
 def test_ctrl_c_ends_every_process_of_a_capture(tmp_path):
     out = tmp_path / "x.zarr"
     command = ["-m", "gradstats", "--quiet", "capture", "resnet20-digits", "--out", out]
-    process = Program(tmp_path, *command, "--steps", "100000", "--every", "1")
-    while process.poll() is None and not list(out.glob("rank*/step/c/*")):
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    code = process.wait()
+    with Program(tmp_path, *command, "--steps", "100000", "--every", "1") as process:
+        while process.poll() is None and not list(out.glob("rank*/step/c/*")):
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        code = process.wait()
     *before, last = process.stderr.splitlines()
     assert (code, last) == (130, "gradstats: interrupted")
     # 100,000 steps may be more than the disk holds, which is said at once

@@ -79,7 +79,7 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=
 class Program:
     """What `subprocess.Popen` would be of a program in a session of its own, whose ranks are forked, too.
 
-    What it says is kept in a folder.
+    What it says is kept in a folder. No other program runs with the same settings until it has ended.
     """
 
     def __init__(self, folder, *arguments):
@@ -97,9 +97,18 @@ class Program:
         }
         print(json.dumps(request), file=server.stdin, flush=True)
         self.pid = int(server.stdout.readline())
+        self._server = server
         pool = ThreadPoolExecutor(1)
         self._end = pool.submit(server.stdout.readline)
         pool.shutdown(wait=False)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
 
     @property
     def stderr(self):
@@ -109,7 +118,13 @@ class Program:
         return int(self._end.result()) if self._end.done() else None
 
     def wait(self, timeout=60):
-        return int(self._end.result(timeout))
+        try:
+            return int(self._end.result(timeout))
+        except TimeoutError:  # it would answer the next
+            _server.cache_clear()
+            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._server.pid, signal.SIGKILL)
+            raise
 
     def kill(self, number=signal.SIGKILL):
         if self.poll() is None:

@@ -220,9 +220,8 @@ class Loop(CPUDispatcher):
                 except RuntimeError:  # Numba found no folder that it may write to
                     _warn_of_no_folder()
             entry = super().compile(kinds)
-            if kinds != tuple(
-                arguments
-            ):  # the next call with such arguments finds the code as fast as one with its own
+            # the next call with such arguments finds the code as fast as one with its own
+            if kinds != tuple(arguments):
                 self._insert([kind._code for kind in arguments], entry, False)
         return entry
 
