@@ -1,5 +1,7 @@
 """What changed between checkpoints, where, and what sending it costs; ``gradstats delta``."""
 
+# Size: a quarter of its lines are docstrings; what is compared, predicted and added up are numbers of one record.
+
 from __future__ import annotations
 
 import math
