@@ -128,7 +128,7 @@ def forgotten(monkeypatch):
 
 @pytest.fixture
 def unrendered(monkeypatch):
-    """Have pages with an empty picture for each figure, which takes longer to render than all the rest to compute."""
+    """Leave pictures out of pages: to render them is much of the time that a page takes."""
     monkeypatch.setattr("gradstats.plots.png", lambda *_, **__: b"")
 
 

@@ -176,8 +176,7 @@ def delta(
 
     for layer, pairs in zip(common, evaluate(plan, common, client, "layers"), strict=True):
         for lag, change in pairs:
-            # a rate is that of one interval between checkpoints, not of several
-            if change.laws[""] and (rate is None or lag == 1):
+            if change.laws[""] and _has_law(rate, lag):
                 hidden.add(layer.name)
             for name in ("all", layer.name) if layer.name in named else ("all",):
                 totals.setdefault((lag, name), _Change()).add(change)
@@ -290,8 +289,8 @@ def _shortest(
     # bfloat16 first: numbers that are of both types, such as zeros, are called that
     left: list[WeightType] = ["bf16", "fp16"]
     # one layer of float32 is enough: the first is looked at before a cluster is asked for the others
-    first, others = evaluate(plan, layers[:1]), evaluate(plan, layers[1:], client, "layers")
-    for types in chain(first, others):
+    first = evaluate(plan, layers[:1], None, "layers")
+    for types in chain(first, evaluate(plan, layers[1:], client, "layers")):
         left = [name for name in left if name in types]
         if not left:
             return "fp32"
@@ -349,6 +348,11 @@ class _Change:
                 setattr(self, name, getattr(self, name) + more)
 
 
+def _has_law(rate: float | None, lag: int) -> bool:
+    """Tell whether updates have a law: a rate is that of one interval between checkpoints, not of several."""
+    return rate is None or lag == 1
+
+
 def _pairs(
     checkpoints: Sequence[_Checkpoint],
     layer: Layer,
@@ -367,8 +371,7 @@ def _pairs(
             update = _finite(after) - _finite(before)
             change = _compare(layer, before, after, update, dtype)
             law, share = "", math.nan
-            # a rate is that of one interval between checkpoints, not of several
-            if rate is None or lag == 1:
+            if _has_law(rate, lag):
                 known = not (short[i] or short[i + lag])
                 law, share = _predict(update, before, dtype, rate, master, known=known)
             # counted by elements, so that a record's law is that of most of its weights

@@ -86,7 +86,7 @@ def advise(  # numpydoc ignore=PR01
     if not linked and (rtt is not None or compute is not None):
         raise InputError("--rtt and --compute are of a link: give --link, or --network")
     with connect(scheduler) as client:
-        if linked and compute is not None:
+        if compute is not None:  # of a link, as was checked
             cluster = cluster_of(network, link, rtt, opened.numel, [*RATIOS], SENT, False)
             plans = networks.plan(
                 opened,

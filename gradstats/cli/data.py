@@ -220,7 +220,7 @@ def report(  # numpydoc ignore=PR01
             "--workers, --compute, --ratio and --rtt are of the plan: give --network or --link, too"
         )
     with connect(scheduler) as client:
-        if linked and workers and compute:
+        if workers and compute:  # of a link, as was checked
             from gradstats.cli.plan import assumed_link, cluster_of
             from gradstats.network import advice as advised
             from gradstats.network import plan

@@ -115,15 +115,16 @@ class Part:
         network : Network
             Cost model.
         """
-        world = self.world
         works = [Work(_gather(network), length) for length in self.gathered]
         works += [Work("all_reduce", length) for length in self.reduced]
-        select = network.seconds(self.select, world) if self.select else 0.0
-        exchanged, alongside = network.seconds(works, world), network.seconds(self.local, world)
+        select = network.seconds(self.select, self.world) if self.select else 0.0
+        exchanged = network.seconds(works, self.world)
+        alongside = network.seconds(self.local, self.world)
         if network.crowded and self.local:
             # The exchange's thread runs on a core that would compute: only the transfer of bytes goes on beside it.
             # the cost of an empty message is paid on a core, not on the wire
-            handling = min(exchanged, sum(network.line(w.operation, world).at(0) for w in works))
+            empty = (network.line(w.operation, self.world).at(0) for w in works)
+            handling = min(exchanged, sum(empty))
             select, exchanged, alongside = select + alongside + handling, exchanged - handling, 0.0
         return Message(
             layers=self.layers,
@@ -132,7 +133,7 @@ class Part:
             backward=self.backward,
             select=select,
             communicate=exchanged + alongside,
-            bytes_sent=sum([*self.gathered, *self.reduced]),
+            bytes_sent=sum(self.gathered) + sum(self.reduced),
         )
 
 

@@ -51,29 +51,48 @@ def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=
     """
     server, environment, known, there = _place(path, env, tuple(imports))
     arguments = list(map(str, arguments))
+    trains = trains or not {"capture", "demo", "bench-network"}.isdisjoint(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder, name) for name in ("stdout", "stderr")]
-        request = {
-            "arguments": arguments,
-            "cwd": str(cwd or os.getcwd()),
-            "env": environment,
-            "path": [known, there],
-            "said": list(map(str, said)),
-            "ranks": ranks,
-            "trains": trains or not {"capture", "demo", "bench-network"}.isdisjoint(arguments),
-            "session": False,
-        }
+        said = _streams(folder)
+        options = {"cwd": str(cwd or os.getcwd()), "ranks": ranks, "trains": trains}
         try:
-            print(json.dumps(request), file=server.stdin, flush=True)
+            _ask(server, arguments, environment, [known, there], said, **options)
             code = int(server.stdout.readline())
-        except BaseException:  # a limit of time: it would answer the next
-            _server.cache_clear()
-            os.killpg(server.pid, signal.SIGKILL)
+        except BaseException:  # a limit of time
+            _drop(server)
             server.communicate()
             raise
         stdout, stderr = (file.read_text("utf-8") for file in said)
     assert not check or code == 0, stderr[-3000:]
     return subprocess.CompletedProcess(arguments, code, stdout, stderr)
+
+
+def _streams(folder):
+    """Return the files of what a program says."""
+    return [Path(folder, name) for name in ("stdout", "stderr")]
+
+
+def _ask(
+    server, arguments, environment, path, said, *, cwd=None, ranks=0, trains=False, session=False
+):
+    """Have a process fork a program."""
+    request = {
+        "arguments": arguments,
+        "cwd": cwd or os.getcwd(),
+        "env": environment,
+        "path": path,
+        "said": list(map(str, said)),
+        "ranks": ranks,
+        "trains": trains,
+        "session": session,
+    }
+    print(json.dumps(request), file=server.stdin, flush=True)
+
+
+def _drop(server):
+    """End a process that has not answered: its answer would be taken for that of the next program."""
+    _server.cache_clear()
+    os.killpg(server.pid, signal.SIGKILL)
 
 
 class Program:
@@ -83,23 +102,13 @@ class Program:
     """
 
     def __init__(self, folder, *arguments):
-        server, environment, known, there = _place((), ())
-        self._said = [str(Path(folder, name)) for name in ("stdout", "stderr")]
-        request = {
-            "arguments": list(map(str, arguments)),
-            "cwd": os.getcwd(),
-            "env": environment,
-            "path": [known, there],
-            "said": self._said,
-            "ranks": 0,
-            "trains": False,
-            "session": True,
-        }
-        print(json.dumps(request), file=server.stdin, flush=True)
-        self.pid = int(server.stdout.readline())
-        self._server = server
+        self._server, environment, known, there = _place((), ())
+        self._said = _streams(folder)
+        words = list(map(str, arguments))
+        _ask(self._server, words, environment, [known, there], self._said, session=True)
+        self.pid = int(self._server.stdout.readline())
         pool = ThreadPoolExecutor(1)
-        self._end = pool.submit(server.stdout.readline)
+        self._end = pool.submit(self._server.stdout.readline)
         pool.shutdown(wait=False)
 
     def __enter__(self):
@@ -112,7 +121,7 @@ class Program:
 
     @property
     def stderr(self):
-        return Path(self._said[1]).read_text("utf-8")
+        return self._said[1].read_text("utf-8")
 
     def poll(self):
         return int(self._end.result()) if self._end.done() else None
@@ -120,10 +129,9 @@ class Program:
     def wait(self, timeout=60):
         try:
             return int(self._end.result(timeout))
-        except TimeoutError:  # it would answer the next
-            _server.cache_clear()
+        except TimeoutError:
             os.killpg(self.pid, signal.SIGKILL)
-            os.killpg(self._server.pid, signal.SIGKILL)
+            _drop(self._server)
             raise
 
     def kill(self, number=signal.SIGKILL):
