@@ -461,10 +461,8 @@ class RunConfig:
     def _check_optimizer(self) -> None:
         if self.optimizer is not None and self.optimizer not in get_args(OptimizerName):
             raise unknown("optimizer", self.optimizer, get_args(OptimizerName))
-        if self.optimizer == "muon" and (self.parallel != "ddp" or self.local_steps):
-            raise InputError(
-                "muon needs whole matrices and two optimizers: use parallel=ddp, and no local steps"
-            )
+        if self.optimizer == "muon" and self.parallel != "ddp":
+            raise InputError("muon needs whole matrices: use parallel=ddp")
 
     def _check_kinds(self) -> None:
         from gradstats.trace.format import KINDS, OF_PARAMETERS

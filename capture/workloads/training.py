@@ -109,7 +109,7 @@ def _train(config: RunConfig) -> RunResult:
     if config.local_steps:
         optimizers = make_optimizers(config, network)
         replicas = None if mesh is None else mesh["replicate"].get_group()
-        compression = local = _make_local_steps(config, network, optimizers[0], replicas)
+        compression = local = _make_local_steps(config, network, optimizers, replicas)
         capture = _make_capture(config, network)
         if capture is not None:
             capture.follow(local)
@@ -192,7 +192,7 @@ def _train(config: RunConfig) -> RunResult:
 def _make_local_steps(
     config: RunConfig,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     group: dist.ProcessGroup | None,
 ) -> LocalSteps:
     options: dict[str, Any] = {
@@ -206,15 +206,17 @@ def _make_local_steps(
         options["ratio_at"] = lambda step: 1.0 if step < warm_up else None
     steps, rate = config.local_steps, config.outer_rate
     if config.outer == "sparseloco":
-        return sparseloco(model, optimizer, steps, learning_rate=rate, **options)
+        return sparseloco(model, optimizers, steps, learning_rate=rate, **options)
     compressor = make_compressor(config.compressor, config.ratio, **config.options)
     if compressor is not None:
         options["error_feedback"] = config.error_feedback and compressor.feedback
     if config.outer == "diloco":
-        return diloco(model, optimizer, steps, learning_rate=rate, compressor=compressor, **options)
+        return diloco(
+            model, optimizers, steps, learning_rate=rate, compressor=compressor, **options
+        )
     # the mean of the parameters, which a step of 1 by the mean pseudo-gradient would end at, needs none
     outer = None if rate == 1 else torch.optim.SGD(model.parameters(), lr=rate)
-    return LocalSteps(model, optimizer, outer, steps, compressor, **options)
+    return LocalSteps(model, optimizers, outer, steps, compressor, **options)
 
 
 def _make_exchange(config: RunConfig, model: torch.nn.Module) -> Exchange:

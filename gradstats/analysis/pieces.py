@@ -7,6 +7,7 @@ piece holds at most :data:`PIECE` elements, which is all the memory an analysis 
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar, cast
@@ -68,18 +69,22 @@ def connect(address: str | None) -> AbstractContextManager[Any]:
     Raises
     ------
     InputError
-        If no scheduler answers there within five seconds.
+        If nothing listens there, or no scheduler answers within dask's ``distributed.comm.timeouts.connect``.
     """
     if address is None:
         return nullcontext()
     try:
         from distributed import Client
+        from distributed.comm.addressing import parse_address, parse_host_port
     except ImportError:
         raise GradstatsError(
             "a dask cluster needs dask.distributed: pip install 'gradstats[cluster]'"
         ) from None
     try:
-        client: Any = Client(address, timeout="5s")  # type: ignore[no-untyped-call]
+        # dask would try again for half a minute; once something listens, it may take that time to answer
+        if parse_address(address)[0] in ("tcp", "tls"):
+            socket.create_connection(parse_host_port(address), timeout=5).close()
+        client: Any = Client(address)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise InputError(f"no dask scheduler at {address}: {error}") from None
     for file in loaded_files():

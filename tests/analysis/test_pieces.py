@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 from multiprocessing import forkserver
 
+import dask
 import numpy as np
 import pytest
 import xarray
@@ -329,8 +331,20 @@ def worker_of(sketches):
 
 
 def test_no_scheduler_is_one_line():
-    with pytest.raises(InputError, match=r"no dask scheduler at tcp://127\.0\.0\.1:9"):
+    """At once where nothing listens, however patient dask is; what listens and is none has dask's time to answer."""
+    with (
+        dask.config.set({"distributed.comm.timeouts.connect": "1h"}),
+        pytest.raises(InputError, match=r"no dask scheduler at tcp://127\.0\.0\.1:9: .*refused"),
+    ):
         pieces.connect("tcp://127.0.0.1:9")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        dask.config.set({"distributed.comm.timeouts.connect": "1s"}),
+        pytest.raises(InputError, match=r"no dask scheduler at tcp://127\.0\.0\.1:\d+: "),
+    ):
+        pieces.connect(f"tcp://127.0.0.1:{other.getsockname()[1]}")
+    with pytest.raises(InputError, match="no dask scheduler at nonsense: missing port"):
+        pieces.connect("nonsense")
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from support.terminal import run as terminal
 
 from capture.workloads import RunConfig, run
 from capture.workloads.gpt import make_model, make_task
+from capture.workloads.optimizers import make_optimizers
 from gradstats import open_trace
 from gradstats.errors import InputError
 from gradstats.network.plan import plan
@@ -205,3 +206,45 @@ def test_other_outer_loops_run(settings, tmp_path):
         assert opened.attrs["compressor"] == "sparseloco"
         bits = [8 * r["bytes_sent"] / r["selected"] for r in result.records]
         assert max(bits) < 16
+
+
+@pytest.mark.distributed
+def test_local_steps_of_muon_are_those_of_both_its_optimizers():
+    settings = {"size": "0.1M", "vocab": 60, "batch_size": 2, "compressor": "none"}
+    config = RunConfig(
+        workload="gpt-pydoc",
+        optimizer="muon",
+        nproc=2,
+        steps=6,
+        local_steps=3,
+        outer="mean",
+        evaluate=False,
+        **settings,
+    )
+    result = run(config)
+    torch.manual_seed(config.seed)
+    tasks = [make_task(config, rank) for rank in range(2)]
+    models = [task.model for task in tasks]
+    models[1].load_state_dict(models[0].state_dict())
+    both = [make_optimizers(config, model) for model in models]
+    assert [type(each).__name__ for each in both[0]] == ["Muon", "AdamW"]
+    losses = []
+    for step in range(6):
+        for task, model, optimizers in zip(tasks, models, both, strict=True):
+            model.zero_grad()
+            loss = task.loss(model, step)
+            loss.backward()
+            losses.append(loss.item())
+            for each in optimizers:
+                for group in each.param_groups:
+                    group["lr"] = config.learning_rate_at(step)
+                each.step()
+        if step % 3 == 2:
+            for pair in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.detach() for p in pair]).mean(0)
+                for p in pair:
+                    p.data.copy_(mean)
+    assert result.losses == pytest.approx(losses[::2], rel=1e-5)
+    assert result.losses[-1] < result.losses[0]
+    total = sum(float(p.detach().double().sum()) for p in models[0].parameters())
+    assert result.checksum == pytest.approx(total, abs=1e-3)

@@ -323,7 +323,6 @@ def test_learning_rates():
         ({"optimizer": "adamw", "momentum": 0.9}, "trains with AdamW, without momentum"),
         ({"optimizer": "muon", "compressor": "dgc"}, "trains with Muon, without momentum"),
         ({"optimizer": "muon", "parallel": "fsdp", "compressor": "none"}, "whole matrices"),
-        ({"optimizer": "muon", "local_steps": 4}, "whole matrices"),
         (
             {"adam_correction": True},
             "takes the place of AdamW, and resnet20-digits trains with SGD",
