@@ -6,9 +6,11 @@ piece holds at most :data:`PIECE` elements, which is all the memory an analysis 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -75,21 +77,35 @@ def connect(address: str | None) -> AbstractContextManager[Any]:
         return nullcontext()
     try:
         from distributed import Client
-        from distributed.comm.addressing import parse_address, parse_host_port
     except ImportError:
         raise GradstatsError(
             "a dask cluster needs dask.distributed: pip install 'gradstats[cluster]'"
         ) from None
     try:
-        # dask would try again for half a minute; once something listens, it may take that time to answer
-        if parse_address(address)[0] in ("tcp", "tls"):
-            socket.create_connection(parse_host_port(address), timeout=5).close()
+        # in a thread: a notebook has a running loop in this one
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, _answers(address)).result()
         client: Any = Client(address)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise InputError(f"no dask scheduler at {address}: {error}") from None
     for file in loaded_files():
         client.upload_file(file)  # and every worker imports it
     return cast("AbstractContextManager[Any]", client)
+
+
+async def _answers(address: str) -> None:
+    """Raise if nothing listens at an address, or nothing that answers: dask tries again, and waits without an end."""
+    from dask.config import get
+    from dask.utils import parse_timedelta
+    from distributed.comm.addressing import parse_address, parse_host_port
+    from distributed.comm.core import connect
+
+    if parse_address(address)[0] in ("tcp", "tls"):
+        socket.create_connection(parse_host_port(address), timeout=5).close()
+    # a busy one has all the time that dask gives it
+    limit = parse_timedelta(get("distributed.comm.timeouts.connect"))
+    met = await asyncio.wait_for(connect(address), limit)  # type: ignore[no-untyped-call]
+    await met.close()
 
 
 def _call(function: Callable[..., T], *arguments: Any) -> T:

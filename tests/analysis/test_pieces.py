@@ -11,6 +11,7 @@ import sys
 from multiprocessing import forkserver
 
 import dask
+import distributed  # noqa: F401 — its settings are there once it is imported
 import numpy as np
 import pytest
 import xarray
