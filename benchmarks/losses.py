@@ -205,9 +205,8 @@ def beyond(rows: Sequence[Row]) -> str:
                 sum(losses[p, *edge, edge_of(p), 0] < ends(p, edge) for p in pieces)
                 for edge in EDGES
             ),
-            # in hundredths: what is no percent is no change
-            sum(round(a - b, 2) > 0 for a, b in pairs),
-            sum(round(b - a, 2) > 0 for a, b in pairs),
+            sum(a - b >= 0.01 for a, b in pairs),
+            sum(b - a >= 0.01 for a, b in pairs),
             sum((a <= TOLERANCE) is not (b <= TOLERANCE) for a, b in pairs),
         ]
         if 2 * counts[0] > len(pieces):
