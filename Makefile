@@ -9,7 +9,7 @@ demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
 
 # Three at a time, on two cores: much of it is processes that wait for each other. A file's tests stay
-# together, and share what they set up; files with slow tests and large ones come first (tests/conftest.py): all end together.
+# together, and share what they set up; the files with slow tests come first (tests/conftest.py), so that all end together.
 test: .venv
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

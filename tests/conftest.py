@@ -48,9 +48,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the files that have slow tests, then the large ones: the last to end would keep one worker alone."""
+    """Begin with the files that have slow tests: the last to end would keep one worker alone."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in slow, -item.path.stat().st_size))
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish():
@@ -111,6 +111,16 @@ def xp(request):
 def trace_path(request):
     """One of the committed traces."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded():
+    """Have no test leave a file loaded: the ranks of a later one would load it, too."""
+    from gradstats.registry import loaded_files
+
+    before = loaded_files()
+    yield
+    assert loaded_files() == before, "use the fixture forgotten"
 
 
 @pytest.fixture

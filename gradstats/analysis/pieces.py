@@ -104,7 +104,10 @@ async def _answers(address: str) -> None:
         socket.create_connection(parse_host_port(address), timeout=5).close()
     # a busy one has all the time that dask gives it
     limit = parse_timedelta(get("distributed.comm.timeouts.connect"))
-    met = await asyncio.wait_for(connect(address), limit)  # type: ignore[no-untyped-call]
+    try:
+        met = await asyncio.wait_for(connect(address), limit)  # type: ignore[no-untyped-call]
+    except TimeoutError:
+        raise OSError(f"what listens there has not answered in {limit:g} s") from None
     await met.close()
 
 

@@ -406,8 +406,9 @@ def test_the_caller_is_who_sudo_says(monkeypatch):
 
 def kill_while_exchanging(namespace):
     """Kill the rank in a namespace once it has sent 2 MB."""
-    sent = 0
+    sent, end = 0, time.monotonic() + 60
     while sent < 2e6:
+        assert time.monotonic() < end, "the ranks exchange nothing"
         time.sleep(0.1)
         (link,) = json.loads(ip("-n", namespace, "-s", "-json", "link", "show", "eth0"))
         sent = link["stats64"]["tx"]["bytes"]

@@ -736,6 +736,7 @@ def test_what_cannot_be_loaded_is_one_line(line, said):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("forgotten")
 def test_a_loaded_file_may_bring_a_command(tmp_path):
     file = tmp_path / "greeting.py"
     file.write_text(
