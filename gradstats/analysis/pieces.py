@@ -6,11 +6,8 @@ piece holds at most :data:`PIECE` elements, which is all the memory an analysis 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -82,9 +79,7 @@ def connect(address: str | None) -> AbstractContextManager[Any]:
             "a dask cluster needs dask.distributed: pip install 'gradstats[cluster]'"
         ) from None
     try:
-        # in a thread: a notebook has a running loop in this one
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, _answers(address)).result()
+        _check_answer(address)
         client: Any = Client(address)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise InputError(f"no dask scheduler at {address}: {error}") from None
@@ -93,8 +88,12 @@ def connect(address: str | None) -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", client)
 
 
-async def _answers(address: str) -> None:
+def _check_answer(address: str) -> None:
     """Raise if nothing listens at an address, or nothing that answers: dask tries again, and waits without an end."""
+    import asyncio
+    import socket
+    from concurrent.futures import ThreadPoolExecutor
+
     from dask.config import get
     from dask.utils import parse_timedelta
     from distributed.comm.addressing import parse_address, parse_host_port
@@ -104,11 +103,17 @@ async def _answers(address: str) -> None:
         socket.create_connection(parse_host_port(address), timeout=5).close()
     # a busy one has all the time that dask gives it
     limit = parse_timedelta(get("distributed.comm.timeouts.connect"))
-    try:
+
+    async def meet() -> None:
         met = await asyncio.wait_for(connect(address), limit)  # type: ignore[no-untyped-call]
-    except TimeoutError:
-        raise OSError(f"what listens there has not answered in {limit:g} s") from None
-    await met.close()
+        await met.close()
+
+    # in a thread: a notebook has a running loop in this one
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            thread.submit(asyncio.run, meet()).result()
+        except TimeoutError:
+            raise OSError(f"what listens there has not answered in {limit:g} s") from None
 
 
 def _call(function: Callable[..., T], *arguments: Any) -> T:

@@ -276,7 +276,7 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
         for r in t["runs"] if r["rule"] == "dense-bf16"
     )  # fmt: skip
     ends = f"{100 * min(graph):+.0f} to {100 * max(graph):+.0f} %".replace("-", "−")
-    assert f"so do they, by {ends}, that of `gcn-blocks` with Muon, which counts" in text
+    assert f"They move that of `gcn-blocks` with Muon, which counts, by {ends}." in text
     # no advice but dense-fp8, and no miss
     assert made["settings"] == ["dense-fp8"]
     assert made["within"] == made["of"]
@@ -373,7 +373,7 @@ def test_the_pages_of_a_choice_count_right():
         and np.mean(r["above"]) <= 0.02
     }  # fmt: skip
     assert small == {("sgd", 0.1)}
-    assert "Of the small GPT, with SGD at 0.1 alone." in text
+    assert "The small GPT is among them with SGD at 0.1 alone." in text
     # what losses.md says of properties
     rows = losses.predictors(found)
     adjusted = holm(np.array([r["p"] for r in rows]))

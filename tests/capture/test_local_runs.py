@@ -210,17 +210,23 @@ def test_other_outer_loops_run(settings, tmp_path):
 
 @pytest.mark.distributed
 def test_local_steps_of_muon_are_those_of_both_its_optimizers():
-    settings = {"size": "0.1M", "vocab": 60, "batch_size": 2, "compressor": "none"}
-    config = RunConfig(
-        workload="gpt-pydoc",
-        optimizer="muon",
-        nproc=2,
-        steps=6,
-        local_steps=3,
-        outer="mean",
-        evaluate=False,
-        **settings,
-    )
+    # few small steps: Muon computes in bfloat16, which makes much of a last bit
+    small = {
+        "size": "0.1M",
+        "vocab": 60,
+        "batch_size": 2,
+        "steps": 4,
+        "evaluate": False,
+        "learning_rate": 0.0001,
+    }
+    local = {
+        "nproc": 2,
+        "optimizer": "muon",
+        "local_steps": 2,
+        "outer": "mean",
+        "compressor": "none",
+    }
+    config = RunConfig(**GPT | small | local)
     result = run(config)
     torch.manual_seed(config.seed)
     tasks = [make_task(config, rank) for rank in range(2)]
@@ -229,7 +235,7 @@ def test_local_steps_of_muon_are_those_of_both_its_optimizers():
     both = [make_optimizers(config, model) for model in models]
     assert [type(each).__name__ for each in both[0]] == ["Muon", "AdamW"]
     losses = []
-    for step in range(6):
+    for step in range(4):
         for task, model, optimizers in zip(tasks, models, both, strict=True):
             model.zero_grad()
             loss = task.loss(model, step)
@@ -239,7 +245,7 @@ def test_local_steps_of_muon_are_those_of_both_its_optimizers():
                 for group in each.param_groups:
                     group["lr"] = config.learning_rate_at(step)
                 each.step()
-        if step % 3 == 2:
+        if step % 2:
             for pair in zip(*(model.parameters() for model in models), strict=True):
                 mean = torch.stack([p.detach() for p in pair]).mean(0)
                 for p in pair:
