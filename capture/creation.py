@@ -1,4 +1,4 @@
-"""Creating a trace: once, when all ranks have come, and where all of them find it."""
+"""Creating a trace: once, when all ranks have come, where all of them find it, and in nobody's way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from gradstats.hooks.meeting import meet
 from gradstats.trace import open_trace
 from gradstats.trace.format import is_trace
 
-__all__ = ["Overwrite", "create_on_all", "restarted", "vacant"]
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Overwrite", "create_on_all", "held", "hold", "restarted", "vacant"]
 
 Overwrite: TypeAlias = bool | Literal["number"]
 
@@ -36,8 +41,86 @@ def restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
+def hold(path: Path) -> Callable[[], None]:
+    """Say to other processes that a trace is being captured into, until it is let go or this process ends.
+
+    Parameters
+    ----------
+    path : Path
+        The trace, which this process has created.
+
+    Returns
+    -------
+    callable
+        Lets it go.
+    """
+    descriptor = _locked(path)
+    if descriptor is None:
+        return lambda: None
+    _HELD.add(descriptor)
+
+    def let_go() -> None:
+        if descriptor in _HELD:  # not in a child of this process
+            _HELD.remove(descriptor)
+            os.close(descriptor)
+
+    return let_go
+
+
+def held(path: Path) -> bool:
+    """Tell whether a Capture of any process that is not closed is going to write into a trace.
+
+    Parameters
+    ----------
+    path : Path
+        The trace.
+
+    Returns
+    -------
+    bool
+        False also where the file system has no locks.
+    """
+    try:
+        descriptor = _locked(path)
+    except BlockingIOError:
+        return True
+    if descriptor is not None:
+        os.close(descriptor)
+    return False
+
+
+def _locked(path: Path) -> int | None:
+    """Open and lock a trace's metadata; None where this cannot be done, raise where another has done it."""
+    if fcntl is None:
+        return None
+    try:
+        # for writing, which NFS asks for
+        descriptor = os.open(path / "zarr.json", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
+def _let_go_in_a_child() -> None:
+    """Close what a fork has copied: a data loader that outlives its training would hold the trace for it."""
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+_HELD: set[int] = set()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_a_child)
+
+
 def vacant(path: Path) -> tuple[Path, bool]:
-    """Return a path for a trace beside those of earlier trainings, and whether an empty one is there to replace.
+    """Return a path for a trace beside those of other trainings, and whether an empty one is there to replace.
 
     Parameters
     ----------
@@ -47,7 +130,7 @@ def vacant(path: Path) -> tuple[Path, bool]:
     Returns
     -------
     path : Path
-        The first at which there is no trace with a step.
+        The first at which there is no trace that has a step or is going to have one.
     replace : bool
         Whether there is one without.
     """
@@ -59,7 +142,7 @@ def vacant(path: Path) -> tuple[Path, bool]:
     for candidate in candidates:
         if not is_trace(candidate):
             return candidate, False
-        if not _has_steps(candidate):
+        if not held(candidate) and not _has_steps(candidate):
             return candidate, True
     # unreachable: without it the function would seem to return None
     raise AssertionError("names do not end")

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from capture.creation import Overwrite, create_on_all, restarted, vacant
+from capture.creation import Overwrite, create_on_all, held, hold, restarted, vacant
 from capture.recorder import Recorder, Storage, at_exit, warn
 from capture.room import Room
 from capture.schedule import Retention, Schedule, as_retention, as_schedule
@@ -31,7 +31,7 @@ from capture.taps.shards import Sharding, ShardTap
 from capture.taps.tap import Tap
 from capture.taps.watch import BackwardWatch
 from capture.updates import Updates, optimizers_of
-from gradstats.errors import InputError, several
+from gradstats.errors import InputError, TraceError, several
 from gradstats.files import refuse_address
 from gradstats.hooks import LocalSteps, Scaler
 from gradstats.hooks.facts import Facts
@@ -92,9 +92,9 @@ class Capture(Facts):
     compress : bool
         Whether to compress the stored gradients; sketches always are.
     overwrite : bool or "number"
-        Whether to replace an existing trace at `path`. ``"number"`` leaves one that has steps alone, and takes
-        ``NAME-2.zarr``, or the next that is free: for a training that begins again. A process that torchrun has
-        restarted after a failure does so by itself.
+        Whether to replace an existing trace at `path`; not one that another Capture, of any process, still writes into.
+        ``"number"`` leaves that one and those that have steps alone, and takes ``NAME-2.zarr``, or the next that is
+        free: for a training that begins again. A process that torchrun has restarted after a failure does so by itself.
     start_step : int
         Number of the first step, for a resumed run.
     process_group : ProcessGroup, optional
@@ -131,7 +131,8 @@ class Capture(Facts):
     Raises
     ------
     TraceError
-        On every rank, if the trace cannot be created, or a rank does not find it (machines without a shared disk).
+        On every rank, if the trace cannot be created, or a rank does not find it (machines without a shared disk), or
+        it would replace one that is written into.
     InputError
         If some ranks make no Capture, which a warning says after five seconds; if no parameter matches `parameters`, an
         option has a wrong value, or a communication hook is registered on the DDP model already.
@@ -169,6 +170,8 @@ class Capture(Facts):
     elements: the sum over its micro-batches, before the reduce-scatter. Make the capture after ``fully_shard`` and
     ``shard_hook`` or :class:`gradstats.hooks.LocalSteps`, and before the first forward pass.
     """
+
+    _held: Callable[[], object] | None = None  # of the process that has created the trace
 
     def __init__(
         self,
@@ -259,8 +262,11 @@ class Capture(Facts):
                 vacant(self.path) if overwrite == "number" else (self.path, bool(overwrite))
             )
             if path != self.path:
-                warn(
-                    f"{self.path} has steps of an earlier training: this one is captured in {path}"
+                warn(f"{self.path} is another training's: this one is captured in {path}")
+            elif over and held(path):
+                raise TraceError(
+                    f"another Capture writes into {path}: end its training, close() it if it is of this process, or "
+                    "choose another name"
                 )
             create_trace(
                 path,
@@ -269,6 +275,7 @@ class Capture(Facts):
                 metadata={**_origin(storage, self.schedule), **(metadata or {})},
                 overwrite=over,
             )
+            self._held = weakref.finalize(self, hold(path))
             return path
 
         self.path, writers = create_on_all(create, self.path, self.rank, process_group, active)
@@ -468,6 +475,8 @@ class Capture(Facts):
             self._tap.close()
         # not only the first time: Ctrl-C may have cut that short
         self._recorder.close()
+        if self._held:
+            self._held()
 
     def __del__(self) -> None:
         # the constructor may have failed before it set this

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import warnings
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from forked import CONTEXT
 from ranks import run_ranks
 from torch import nn
 from workers import captures, steps
@@ -250,6 +254,38 @@ def test_a_number_is_given_to_a_trace_only_where_there_is_one_with_steps(tmp_pat
     with pytest.warns(CaptureWarning, match=r"captured in .*run-4\.zarr"):
         assert begin() == "run-4.zarr"
     assert open_trace(tmp_path / "run-4.zarr").steps() == [0]
+
+
+@pytest.mark.distributed
+def test_a_trace_that_is_captured_into_is_replaced_by_nobody(tmp_path):
+    """Empty or not, by a training of this process or of another; once its process is gone, by all."""
+    path, net = tmp_path / "run.zarr", nn.Linear(4, 3)
+    first = Capture(path, net)
+    with pytest.warns(CaptureWarning, match=r"another training's: .* captured in .*run-2\.zarr"):
+        second = Capture(path, net, overwrite="number")
+    with pytest.raises(TraceError, match=r"another Capture writes into .*run\.zarr: end its"):
+        Capture(path, net, overwrite=True)
+    child = CONTEXT.Process(target=steps.held, args=(path, tmp_path / "said"))
+    child.start()
+    child.join()
+    number, replaced = (tmp_path / "said").read_text("utf-8").split("\n")
+    assert number == str(tmp_path / "run-3.zarr")
+    assert replaced.startswith(f"TraceError: another Capture writes into {path}: end its training")
+    assert open_trace(tmp_path / "run-3.zarr").steps() == []
+    fork = os.fork()  # a data loader's worker, which outlives its training
+    if not fork:
+        time.sleep(60)
+        os._exit(0)
+    first.close()
+    del second  # nobody has closed it
+    # the last is that of a process that is gone
+    for each in (path, tmp_path / "run-2.zarr", tmp_path / "run-3.zarr"):
+        with recording() as caught, Capture(each, net, overwrite="number") as capture:
+            assert capture.path == each
+        assert captures.messages(caught) == []
+        Capture(each, net, overwrite=True).close()
+    os.kill(fork, signal.SIGKILL)
+    os.waitpid(fork, 0)
 
 
 def test_a_module_that_is_swapped_is_recorded_where_it_was_or_marked(tmp_path):

@@ -6,6 +6,8 @@ No `from __future__ import annotations`: DDP reads the hooks' annotations.
 import copy
 import inspect
 import io
+import os
+import signal
 import traceback
 import warnings
 from datetime import timedelta
@@ -387,6 +389,15 @@ def options_of_ddp(rank, folder):
         error = refusal(lambda run=run, kept=results[name]: kept.append(run()))
         results[name] = error or results[name][0]
     return results, known
+
+
+def held(path, said):
+    """Say what a capture beside that of another process is told, and be killed with one that is not closed."""
+    net = nn.Linear(4, 3)
+    capture = Capture(path, net, overwrite="number")
+    refused = refusal(lambda: Capture(path, net, overwrite=True))
+    said.write_text(f"{capture.path}\n{refused}", encoding="utf-8")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 CASES = {
