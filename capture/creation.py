@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,8 @@ from gradstats.hooks.meeting import meet
 from gradstats.trace import open_trace
 from gradstats.trace.format import is_trace
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Overwrite", "create_on_all", "held", "hold", "restarted", "vacant"]
 
@@ -42,7 +41,7 @@ def restarted() -> bool:
 
 
 def hold(path: Path) -> Callable[[], None]:
-    """Say to other processes that a trace is being captured into, until it is let go or this process ends.
+    """Tell other processes that a trace is being captured into, until it is let go or this process ends.
 
     Parameters
     ----------
@@ -91,7 +90,7 @@ def held(path: Path) -> bool:
 
 def _locked(path: Path) -> int | None:
     """Open and lock a trace's metadata; None where this cannot be done, raise where another has done it."""
-    if fcntl is None:
+    if sys.platform == "win32":
         return None
     try:
         # for writing, which NFS asks for
