@@ -239,11 +239,20 @@ def _together(correlation: float, rng: Generator) -> list[Values]:
 
 @cache
 def _alike(correlation: float) -> tuple[float, float]:
-    """Return the expected cosine and overlap of two ranks."""
+    """Return the expected cosine and overlap of two ranks, by other means than what is asked for them."""
     rng = np.random.default_rng(1)
-    found = [compared_ranks(_together(correlation, rng), [0.1], 8)[0] for _ in range(4000)]
-    cosine, overlap = (float(np.mean([f[name] for f in found])) for name in ("cosine", "overlap"))
-    return cosine, overlap
+    drawn = np.array([_together(correlation, rng) for _ in range(4000)])
+    units = drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)
+    k = _ELEMENTS // 10
+    chosen = np.zeros_like(drawn)
+    np.put_along_axis(chosen, np.argsort(np.abs(drawn))[..., -k:], k**-0.5, axis=-1)
+    return _product(units), _product(chosen)
+
+
+def _product(vectors: Values) -> float:
+    """Return the mean inner product of two ranks' vectors of norm 1: that of the sum has theirs and its own n."""
+    of_sum = np.square(vectors.sum(axis=1)).sum(axis=-1)
+    return float(np.mean(of_sum - _RANKS)) / (_RANKS * (_RANKS - 1))
 
 
 def ask_agreement(correlation: float, steps: int, rng: Generator) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A trace as every reader sees it."""
+"""A trace as every reader sees it. Their libraries are imported by what reads: a program that trains needs none."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import contextlib
 import itertools
 import warnings
 
-import dask
 import numpy as np
 import torch
-import xarray
-import zarr
 from support.traces import LAYERS, assert_same_sketch, gradient, said
 
 from gradstats import open_trace
@@ -21,6 +18,8 @@ from gradstats.trace import COMPRESSION, KINDS, LAYER_COMPRESSION
 @contextlib.contextmanager
 def strict():
     """Let no reader warn; and let dask start no pool of threads for every small array."""
+    import dask
+
     with warnings.catch_warnings(), dask.config.set(scheduler="synchronous"):
         warnings.simplefilter("error")
         yield
@@ -28,6 +27,8 @@ def strict():
 
 def bare(path):
     """Return {rank: {array: (dimensions, values, attributes)}} as zarr alone reads it."""
+    import zarr
+
     root = zarr.open_group(path, mode="r", use_consolidated=False)
     return {
         name: {n: (a.metadata.dimension_names, a, dict(a.attrs)) for n, a in group.arrays()}
@@ -37,6 +38,8 @@ def bare(path):
 
 def through_xarray(path, **options):
     """Return the same as xarray reads it."""
+    import xarray
+
     with xarray.open_datatree(path, engine="zarr", **options) as tree:
         return named(tree.load())
 
@@ -125,6 +128,9 @@ def assert_all_agree(path):
 
 def groups(path):
     """Yield {rank: (attributes, arrays)} as zarr, xarray and our reader's data tree see them."""
+    import xarray
+    import zarr
+
     with strict():
         root = zarr.open_group(path, mode="r", use_consolidated=False)
         yield {n: (dict(g.attrs), dict(g.arrays())) for n, g in root.groups()}

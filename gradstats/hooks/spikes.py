@@ -188,10 +188,10 @@ class _Rows:
         for n in np.unique(count[count >= FEWEST]):
             rows = np.flatnonzero(count == n)
             past = self._logs[rows, window - n :]
-            middle[rows] = np.median(past, axis=1)
+            middle[rows] = _middle(np.sort(past, axis=1))
             apart = np.sort(np.abs(past - middle[rows, None]), axis=1)
             off = logs[rows] - middle[rows]
-            z[rows] = off / np.maximum(_MAD * np.median(apart, axis=1), _LEAST_SPREAD)
+            z[rows] = off / np.maximum(_MAD * _middle(apart), _LEAST_SPREAD)
             if n < SURE:
                 continue
             # nine tenths of the window tell more of its deviation than the median does
@@ -212,16 +212,17 @@ class _Rows:
         logs, third = self._logs[rows], window // 3
 
         def risen(logs: Values) -> Values:
-            first, last = (np.median(part, axis=1) for part in (logs[:, :third], logs[:, -third:]))
+            first, last = (_middle(np.sort(p, axis=1)) for p in (logs[:, :third], logs[:, -third:]))
             return np.asarray(last - first)
 
         rise = risen(logs)
         # around the trend, whose size is in question; the middles of both thirds are window − third apart
         rest = logs - (rise / (window - third))[:, None] * np.arange(window)
-        rest -= np.median(rest, axis=1)[:, None]
+        rest -= _middle(np.sort(rest, axis=1))[:, None]
         # one that only decays more slowly than the others does not grow
         rise = np.minimum(rise, risen(logs + self._common[rows]))
-        z = rise / np.maximum(_MAD * np.median(np.abs(rest), axis=1), _LEAST_SPREAD)
+        spread = _MAD * _middle(np.sort(np.abs(rest), axis=1))
+        z = rise / np.maximum(spread, _LEAST_SPREAD)
         if len(self._waiting) == self._waiting.maxlen:
             # counted a window late: until then, z of growth under way can still be removed
             old = self._waiting.popleft()
@@ -315,6 +316,12 @@ class Spikes:
             odd = np.isfinite(change)
         blamed = max(np.flatnonzero(odd), key=lambda i: change[i], default=None)
         return values, None if blamed is None else self._names[blamed]
+
+
+def _middle(ordered: Values) -> Values:
+    """Return the median of each row of sorted values: for a few dozen np.median takes ten times as long."""
+    n = ordered.shape[1]
+    return np.asarray(ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
 
 
 def _of_the_others(logs: Values) -> Values:

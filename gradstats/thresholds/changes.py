@@ -6,9 +6,9 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ FEWEST_ROUNDS = 15
 MARGIN = 0.05
 """Relative change up to which a row counts as the same: what another process or another hour does to the same code."""
 _LEVEL = 0.05
+_Rounds: TypeAlias = NDArray[np.float64]
 
 KEY = ("compressor", "gradient", "numel", "layers", "ratio", "threads", "cache")
 """Fields by which two runs of :func:`gradstats.thresholds.bench.bench` are compared."""
@@ -57,16 +58,10 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
     only runs in alternating processes, :func:`alternated`, have that among their differences.
     """
     earlier = {_key(record): record for record in before}
+    both = [(r, old) for r in records if (old := earlier.get(_key(r))) is not None]
+    rounds = [[np.asarray(r.get("rounds", ()), np.float64) for r in pair] for pair in both]
     comparisons = Records()
-    for record in records:
-        old = earlier.get(_key(record))
-        if old is None:
-            continue
-        rounds = [np.asarray(r.get("rounds", ()), np.float64) for r in (record, old)]
-        fewest = min(each.size for each in rounds)
-        p, low, high = (math.nan,) * 3
-        if fewest >= FEWEST_ROUNDS:
-            p, low, high = _test(*rounds)
+    for (record, old), pair, (p, low, high) in zip(both, rounds, _tests(rounds), strict=True):
         comparisons.append(
             {
                 **dict(zip(KEY, _key(record), strict=True)),
@@ -78,7 +73,7 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
                 "quality_before": old["quality"],
                 "quality": record["quality"],
                 "p": p,
-                "rounds": fewest,
+                "rounds": min(each.size for each in pair),
             }
         )
     for record, p in zip(
@@ -88,18 +83,31 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
     return comparisons
 
 
-def _test(new: NDArray[np.float64], old: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return the p-value of a change within the margin, and the interval of the ratio."""
+def _tests(rounds: Sequence[Sequence[_Rounds]]) -> list[tuple[float, float, float]]:
+    """Return the p-value of a change within the margin, and the interval of the ratio; NaN of too few rounds."""
+    found = [(math.nan,) * 3] * len(rounds)
+    sizes = [(new.size, old.size) for new, old in rounds]
+    for size in {size for size in sizes if min(size) >= FEWEST_ROUNDS}:
+        rows = [i for i, each in enumerate(sizes) if each == size]
+        new, old = (np.stack([rounds[i][side] for i in rows]) for side in (0, 1))
+        for i, answer in zip(rows, _test(new, old), strict=True):
+            found[i] = answer
+    return found
+
+
+def _test(new: _Rounds, old: _Rounds) -> Iterable[tuple[float, float, float]]:
+    """Return the same for each of some rows with as many rounds: SciPy takes longer for a call than for a row."""
     from scipy.stats import mannwhitneyu
 
     # one test at each end of the margin; their minimum counts twice, for there are two
-    slower = float(mannwhitneyu(new, (1 + MARGIN) * old, alternative="greater").pvalue)
-    faster = float(mannwhitneyu(new, old / (1 + MARGIN), alternative="less").pvalue)
-    n, m = new.size, old.size
-    ratios = np.sort(np.divide.outer(new, old), axis=None)
+    slower = mannwhitneyu(new, (1 + MARGIN) * old, alternative="greater", axis=1).pvalue
+    faster = mannwhitneyu(new, old / (1 + MARGIN), alternative="less", axis=1).pvalue
+    n, m = new.shape[1], old.shape[1]
+    ratios = np.sort((new[:, :, None] / old[:, None, :]).reshape(len(new), -1), axis=1)
     # quotients to leave out at either end: 2.5 % of U's distribution, which is nearly normal from 15 rounds on
     out = math.floor(n * m / 2 - 1.96 * math.sqrt(n * m * (n + m + 1) / 12))
-    return min(1.0, 2 * min(slower, faster)), float(ratios[out]), float(ratios[-1 - out])
+    p = np.minimum(1.0, 2 * np.minimum(slower, faster))
+    return zip(p.tolist(), ratios[:, out].tolist(), ratios[:, -1 - out].tolist(), strict=True)
 
 
 def _status(record: Mapping[str, Any], p: float) -> str:

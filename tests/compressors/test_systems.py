@@ -256,9 +256,11 @@ def test_whether_the_sum_is_dense_follows_the_last_step_and_comes_back(one_rank)
 def test_topk_builds_up_with_the_ranks_and_micro_does_not():
     built = {}
     for world in (1, 2, 4, 8):
-        built[world] = [
-            np.mean(reports(world)[0]["sizes"][name][0]) / 200 for name in ("topk", "micro")
-        ]
+        # of four ranks nothing else is asked
+        sizes = (
+            run_ranks(4, cases.all_sizes) if world == 4 else [r["sizes"] for r in reports(world)]
+        )
+        built[world] = [np.mean(sizes[0][name][0]) / 200 for name in ("topk", "micro")]
     topk = [built[w][0] for w in built]
     assert topk[0] == pytest.approx(1, abs=0.01)
     assert all(b > 1.7 * a for a, b in itertools.pairwise(topk))

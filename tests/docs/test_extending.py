@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -50,7 +51,9 @@ def followed(installed, tmp_path_factory):
         text = python("-m", *words, path=[installed], cwd=folder)
         if words[1] == "report":
             text = (folder / "report.html").read_text(encoding="utf-8")
-        said[words[1], words[-1]] = text
+        for option, file in pairwise(words):
+            if option == "--load":
+                said[words[1], file] = text
     return folder, said
 
 
@@ -59,6 +62,10 @@ def followed(installed, tmp_path_factory):
 class TestLoaded:
     def test_every_command_of_the_pages_shows_it(self, followed):
         _, said = followed
+        assert {file for command, file in said if command == "report"} == {
+            "dlogistic.py",
+            "rayleigh.py",
+        }
         assert {name for name, _ in said} >= {
             "fit",
             "quality",

@@ -9,12 +9,12 @@ from workers import sharded
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
 def warm_exact():
-    """60 steps of two replicas of two shards, dense and with warm-exact, by rank."""
+    """40 steps of two replicas of two shards, dense and with warm-exact, by rank."""
     return run_ranks(4, sharded.hybrid, "warm-exact", 0.001, STEPS, 8192)
 
 

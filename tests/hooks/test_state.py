@@ -327,13 +327,15 @@ def test_refusals():
 FIRST_STEP = """
 import gc, os, sys
 import torch
-import torch._dynamo  # to wrap a model imports it: a second for each process
+import torch._dynamo, torch.profiler  # to wrap a model imports it: a second for each process
 import torch.distributed as dist
+from numba.core.registry import cpu_target
 from torch.nn.parallel import DistributedDataParallel
 from gradstats.compressors import make_compressor
 from gradstats.hooks import CompressionState, compression_hook
 from gradstats.primitives.loops.compiled import Loop
 
+cpu_target.target_context.refresh()  # what loads any compiled loop imports this, no loop itself
 gc.freeze()
 for name in sys.argv[1:]:
     pid = os.fork()

@@ -15,6 +15,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NO_BROWSER = "chromium is not installed; .ci/run installs it"
 _SWITCHES = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--in-process-gpu", "--disable-extensions"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--remote-debugging-port=0", "--remote-allow-origins=*", "--hide-scrollbars"),
 )
@@ -34,6 +35,7 @@ class Browser:
         file = folder / "DevToolsActivePort"
         _until(lambda: file.exists() and "\n" in file.read_text(), 60)
         self._port = int(file.read_text().split()[0])
+        self._free = []
         return self
 
     def __exit__(self, *_):
@@ -41,20 +43,24 @@ class Browser:
         self._process.wait(20)
         self._profile.cleanup()
 
-    def open(self, address="about:blank", **options):
-        """Return a new tab at an address."""
-        url = f"http://127.0.0.1:{self._port}/json/new?about:blank"
-        with urlopen(Request(url, method="PUT"), timeout=20) as answer:
-            target = json.load(answer)
-        return Tab(target["webSocketDebuggerUrl"], address, **options)
+    def open(self, address="about:blank", *, new=False, **options):
+        """Return a tab at an address: one that was left, whose process is there, or a new one."""
+        if not self._free or new:
+            url = f"http://127.0.0.1:{self._port}/json/new?about:blank"
+            with urlopen(Request(url, method="PUT"), timeout=20) as answer:
+                self._free.append(json.load(answer)["webSocketDebuggerUrl"])
+        return Tab(self._free.pop(), address, left=self._free.append, **options)
 
 
 class Tab:
     """A tab: `eval`, `key`, `drag`, `picture`, and what it asked for, in `requests`."""
 
-    def __init__(self, socket, address, *, width=1280, height=900, dark=False, downloads=None):
+    def __init__(
+        self, socket, address, *, left, width=1280, height=900, dark=False, downloads=None
+    ):
         import websocket
 
+        self._left = lambda: left(socket)
         self._socket = websocket.create_connection(socket, timeout=60)
         self._number = 0
         self.requests, self.errors, self._events = [], [], []
@@ -80,8 +86,12 @@ class Tab:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.go("about:blank")  # nothing of the page is left; what was set ends with the socket
         self._socket.close()
+        if kind is None:
+            self._left()
 
     def call(self, method, **params):
         self._number += 1

@@ -10,22 +10,24 @@ import pytest
 from conftest import ROOT
 from support.programs import program
 
-PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-
 
 def install(project, folder):
-    """Build a wheel of a project and install it, alone, into a folder; nothing is downloaded."""
+    """Build a wheel of a project and install it, alone, into a folder; nothing is downloaded.
+
+    What builds it is called as pip would, which takes longer than the building.
+    """
     pytest.importorskip("hatchling", reason="make .venv installs what builds the wheel")
-    offline = ["--no-deps", "--no-index"]
-    for command in (
-        ["wheel", *offline, "--no-build-isolation", "--wheel-dir", folder / "wheels", project],
-        ["install", *offline, "--target", folder],
-    ):
-        wheels = [*(folder / "wheels").glob("*.whl")] if command[0] == "install" else []
-        done = subprocess.run(
-            [*PIP, *command, *wheels], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+    wheels = folder / "wheels"
+    _module("hatchling", "build", "--target", "wheel", "--directory", wheels, cwd=project)
+    pip = ["pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
+    _module(*pip, "--target", folder, *wheels.glob("*.whl"))
+
+
+def _module(*words, cwd=None):
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def python(*arguments, path, cwd, ranks=0):

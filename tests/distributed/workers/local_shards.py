@@ -26,6 +26,7 @@ OPTIONS = {
     "delayed": lambda: {"compressor": TopK(0.05), "fragments": 2, "delay": 2},
     "one step": lambda: {"steps": 1},
 }
+CAPTURED = ("dense", "topk with decay", "patterns")
 
 
 @functools.cache
@@ -77,26 +78,58 @@ def reference(rank, world, steps, interval):
     return whole(model)
 
 
-def learns(rank, world, name):
-    """Return losses, parameters of every rank's replica, and what the exchanges record."""
+def learns(rank, world, name, folder):
+    """Return losses, parameters of every rank's replica, what the exchanges record, and what a capture must hold."""
     model, optimizer, local = built(name, world)
-    with local:
-        losses = trained(model, rank, optimizer, 0, 4 * H)
+    if name in CAPTURED:
+        losses, held = captured(rank, f"{folder}/{name}.zarr", model, optimizer, local)
+    else:
+        with local:
+            losses, held = trained(model, rank, optimizer, 0, 4 * H), None
     expected = None
     if name in ("dense", "one step"):
         expected = reference(rank, world, 4 * H, local.steps)
-    return losses, whole(model), expected, local.exchanges, local.last
+    return losses, whole(model), expected, local.exchanges, local.last, held
+
+
+def captured(rank, path, model, optimizer, local):
+    """Train with a capture; return losses, and what the trace must hold of this rank's replica, exchange by exchange.
+
+    To gather takes most of the time: only before the exchanges, and after them.
+    """
+    anchors, deltas, gradients = [whole(model)], [], []
+    last = False
+
+    def seen(*_):  # before the capture's, while the local parameters are still there
+        if last:
+            deltas.append(anchors[-1] - whole(model))
+            parts = [p.grad.full_tensor().reshape(-1) for p in model.parameters()]
+            gradients.append(torch.cat(parts).numpy())
+
+    def before(step, loss):
+        nonlocal last
+        if step and step % H == 0:
+            anchors.append(whole(model))
+        last = (step + 1) % H == 0
+        capture.step(loss=loss, learning_rate=step)
+
+    optimizer.register_step_post_hook(seen)
+    with Capture(path, model) as capture:
+        capture.follow(local)
+        with local:
+            losses = trained(model, rank, optimizer, 0, 4 * H, before)
+    return losses, (deltas, gradients)
 
 
 def resumes(rank, world, name, folder):
     """Stop in mid-interval, through the distributed checkpoint: the same bits as never having stopped."""
     model, optimizer, local = built(name, world)
     with local:
-        trained(model, rank, optimizer, 0, 19)
+        trained(model, rank, optimizer, 0, 13)
     expected = fingerprint(model)
     model, optimizer, local = built(name, world)
     with local:
-        trained(model, rank, optimizer, 0, 11)  # a step after an exchange, which may be under way
+        trained(model, rank, optimizer, 0, 6)  # a step after an exchange, which may be under way
         dcp.save({"local": local.state_dict()}, checkpoint_id=folder)
     meshed.cache_clear()
     dist.new_group([0, 1])  # so that names of groups are others than when it was saved
@@ -105,7 +138,7 @@ def resumes(rank, world, name, folder):
     dcp.load(template, checkpoint_id=folder)
     local.load_state_dict(template["local"])
     with local:
-        trained(model, rank, optimizer, 11, 8)
+        trained(model, rank, optimizer, 6, 7)  # over the next exchange, that of any fragment
     # the state belongs to the mesh of this run, whatever groups an earlier one had
     state = optimizer.state[model[0].weight]["exp_avg"]
     assert state.device_mesh is model[0].weight.device_mesh
@@ -114,6 +147,7 @@ def resumes(rank, world, name, folder):
     mine = template["local"][f"rank{rank}"]
     last = mine["fragments"][-1]
     foreign = {**last, "state": {**last["state"], "system": "x"}}
+    reached = fingerprint(model)
     for wrong in (
         {f"rank{(rank + 1) % world}": mine},
         resealed(rank, mine, outer=b"damaged"),
@@ -122,13 +156,12 @@ def resumes(rank, world, name, folder):
         resealed(rank, mine, optimizer=mine["outer"]),
         resealed(rank, mine, fragments=[*mine["fragments"][:-1], foreign]),
     ):
-        before = fingerprint(model)
         try:
             local.load_state_dict(wrong)
         except GradstatsError as error:
             refused.append(str(error))
-        assert fingerprint(model) == before
-    return expected, fingerprint(model), refused
+        assert fingerprint(model) == reached
+    return expected, reached, refused
 
 
 def not_finite(rank, world):
@@ -164,31 +197,6 @@ def ignored(rank, world, path):
         with local:
             trained(model, rank, optimizer, 0, 2 * H)
     return local.exchanges
-
-
-def captured(rank, world, path, name):
-    """Train with a capture; return what the trace must hold of this rank's replica, exchange by exchange."""
-    model, optimizer, local = built(name, world)
-    anchors, deltas, gradients = [whole(model)], [], []
-
-    def seen(*_):  # before the capture's, while the local parameters are still there
-        deltas.append(anchors[-1] - whole(model))
-        parts = [p.grad.full_tensor().reshape(-1) for p in model.parameters()]
-        gradients.append(torch.cat(parts).numpy())
-
-    optimizer.register_step_post_hook(seen)
-    with Capture(path, model) as capture:
-        capture.follow(local)
-        with local:
-            for step in range(3 * H):
-                optimizer.zero_grad()
-                loss = loss_of(model, batch(step, rank, model))
-                loss.backward()
-                capture.step(loss=loss, learning_rate=step)
-                optimizer.step()
-                if (step + 1) % H == 0:
-                    anchors.append(whole(model))
-    return deltas[H - 1 :: H], gradients[H - 1 :: H]
 
 
 def refusals(rank, world, path):
@@ -278,9 +286,7 @@ def resuming(rank, world, folder):
 
 def four_ranks(rank, world, folder):
     """Return what every other case for four ranks returned: processes take longer to start than these to run."""
-    found = {f"learns, {name}": learns(rank, world, name) for name in OPTIONS}
-    for name in ("dense", "topk with decay", "patterns"):
-        found[f"captured, {name}"] = captured(rank, world, f"{folder}/{name}.zarr", name)
+    found = {f"learns, {name}": learns(rank, world, name, folder) for name in OPTIONS}
     found["not finite"] = not_finite(rank, world)
     found["ignored"] = ignored(rank, world, f"{folder}/ignored.zarr")
     found["refusals"] = refusals(rank, world, f"{folder}/refused.zarr")

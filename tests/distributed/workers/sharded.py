@@ -128,12 +128,14 @@ def unused(rank, world, path, told):
     return [str(w.message) for w in said], np.stack(seen)
 
 
-def trained(model, rank, optimizer, first, steps):
+def trained(model, rank, optimizer, first, steps, before=lambda step, loss: None):
+    """Return the losses of some steps; `before` is called before each of the optimizer's."""
     losses = []
     for step in range(first, first + steps):
         optimizer.zero_grad()
         loss = loss_of(model, batch(step, rank, model))
         loss.backward()
+        before(step, loss)
         optimizer.step()
         losses.append(loss.item())
     return losses

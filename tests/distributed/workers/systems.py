@@ -1,5 +1,6 @@
 """What the worker processes of test_systems.py run: each system on gradients known to the test."""
 
+import functools
 import pickle
 import random
 
@@ -52,7 +53,13 @@ def starts(world):
 
 
 def gradient(kind, numel, rank, step):
-    """Return a rank's gradient of a step, float32."""
+    """Return a rank's gradient of a step, float32; one's own, whatever is then written into it."""
+    return torch.from_numpy(_drawn(kind, numel, rank, step).copy())
+
+
+@functools.lru_cache(256)  # 30 steps of eight ranks
+def _drawn(kind, numel, rank, step):
+    """Draw it once: from other starts, or stopped and resumed, a run meets the same gradients again."""
     rng = np.random.default_rng([numel, rank, step])
     x = rng.laplace(size=numel)
     if kind == "zeros" or (kind == "patchy" and (rank + step) % 3 == 0):
@@ -61,7 +68,7 @@ def gradient(kind, numel, rank, step):
         x *= rng.random(numel) < 0.1
     elif kind == "constant":
         x[:] = 1 + rank
-    return torch.from_numpy(x.astype(np.float32))
+    return x.astype(np.float32)
 
 
 def step_once(compressor: Compressor, corrected, flag=0):
@@ -109,9 +116,8 @@ def same(a, b):
     )
 
 
-def resumed(make, rank, cut):
-    """Tell whether stopping after `cut` steps and resuming from a checkpoint changes no bit."""
-    straight, _ = run(make(), "laplace", 997, rank, range(STEPS))
+def resumed(make, rank, straight, cut):
+    """Tell whether stopping after `cut` steps and resuming from a checkpoint changes no bit of those done straight."""
     first = make()
     _, residual = run(first, "laplace", 997, rank, range(cut))
     second = make()
@@ -122,9 +128,8 @@ def resumed(make, rank, cut):
     return same(straight[cut:], rest)
 
 
-def refused(make, rank, world, at):
+def refused(make, rank, world, straight, at):
     """Refuse step `at`, as a rank with a NaN does; tell whether the rest is as if it had not been."""
-    straight, _ = run(make(), "laplace", 997, rank, range(STEPS))
     compressor = make()
     head, residual = run(compressor, "laplace", 997, rank, range(at))
     bad = gradient("laplace", 997, rank, 99) + residual
@@ -171,6 +176,16 @@ def sizes(rank, make, steps=4, numel=20_000):
     return [r["union"] for r in records], [r["bytes"] for r in records]
 
 
+def all_sizes(rank, world):
+    """Return how many positions, and bytes, each step of four systems has."""
+    return {
+        "topk": sizes(rank, lambda: SparseCompressor(TopK(0.01))),
+        "micro": sizes(rank, lambda: MiCRO(0.01)),
+        "redsync": sizes(rank, lambda: RedSync(0.01, dense_below=0)),
+        "redsync-quant": sizes(rank, lambda: RedSync(0.01, True, dense_below=0)),
+    }
+
+
 def one_threshold(rank, bits):
     """Return k̂, η and bytes by step, where every rank's gradient has another scale."""
     compressor, report = GlobalHistogram(0.01, bits), []
@@ -194,23 +209,24 @@ def battery(rank, world):
     before = random_states()
     few = SYSTEMS if world < 4 else {}
     cuts, refusals = ((0, 4), (0, 3)) if world < 3 else ((4,), (3,))
+    records = {
+        (name, kind): run(make(), kind, KINDS[kind], rank, range(STEPS))[0]
+        for name, make in SYSTEMS.items()
+        for kind in kinds(world, name)
+    }
+    straight = {name: records[name, "laplace"] for name in few}
     report = {
-        "records": {
-            (name, kind): run(make(), kind, KINDS[kind], rank, range(STEPS))[0]
-            for name, make in SYSTEMS.items()
-            for kind in kinds(world, name)
+        "records": records,
+        "resumed": {
+            n: [resumed(m, rank, straight[n], cut) for cut in cuts] for n, m in few.items()
         },
-        "resumed": {n: [resumed(m, rank, cut) for cut in cuts] for n, m in few.items()},
-        "refused": {n: [refused(m, rank, world, at) for at in refusals] for n, m in few.items()},
+        "refused": {
+            n: [refused(m, rank, world, straight[n], at) for at in refusals] for n, m in few.items()
+        },
         "converge": {how: converge(rank, *how) for how in starts(world)},
         "beyond": {rule: beyond(rank, rule) for rule in ("corrected", "paper")},
         "visited": visited(rank, world),
-        "sizes": {
-            "topk": sizes(rank, lambda: SparseCompressor(TopK(0.01))),
-            "micro": sizes(rank, lambda: MiCRO(0.01)),
-            "redsync": sizes(rank, lambda: RedSync(0.01, dense_below=0)),
-            "redsync-quant": sizes(rank, lambda: RedSync(0.01, True, dense_below=0)),
-        },
+        "sizes": all_sizes(rank, world),
         "one threshold": {bits: one_threshold(rank, bits) for bits in (4, 10)},
         "unbiased": unbiased_mean(rank) if world == 2 else None,
     }
