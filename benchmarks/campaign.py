@@ -68,7 +68,7 @@ PARTS = {
         "faults.disks.failing", "writes that end in EIO or take 20 ms", 100, 1, 20
     ),
     "resumes": Part(
-        "faults.resumes.resume", "a compressor with a memory, resumed at 50 steps", 125, 1, 5, 600
+        "faults.resumes.resume", "a compressor with a memory, resumed at 50 steps", 125, 0, 5, 600
     ),
     "lost ranks": Part(
         "faults.ranks.lose", "one rank of four killed, stopped or slow in an exchange", 72, 1, 6
