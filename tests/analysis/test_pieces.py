@@ -132,7 +132,8 @@ def test_sketches_are_enough(trace, tmp_path):
         for name, value in a["params"].items():
             assert b["params"][name] == pytest.approx(value, rel=0.01, abs=0.01 * (name == "c"))
         assert b["ks"] == pytest.approx(a["ks"], abs=0.005)
-    x, y = (over_training(s, per_layer=True) for s in (full, rough))
+    here = {"ranks": [0], "kinds": ["gradient"]}
+    x, y = (over_training(s, per_layer=True, **here) for s in (full, rough))
     assert np.allclose(x["threshold"], y["threshold"], rtol=0.005)
     assert np.allclose(x["mean"], y["mean"], rtol=1e-6)
     p, q = (compressibility_records([s], steps=[1], ranks=[0]) for s in (full, rough))

@@ -7,8 +7,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -19,6 +17,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from support.every import every
+from support.programs import program
 from support.traces import flat_gradient, train
 from torch import nn
 from workers import captures as cases
@@ -407,9 +406,7 @@ capture.close()
 def test_an_interrupt_while_closing_waits_for_what_is_queued(tmp_path, times, option):
     stored = range(5, 6) if times == 1 else range(1, 5)
     script = INTERRUPTED.format(path=str(tmp_path / "a.zarr"), times=times, option=option)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
+    done = program("-c", script, check=False)
     assert done.returncode == -signal.SIGINT, done.stderr
     assert "KeyboardInterrupt" in done.stderr
     assert "press Ctrl-C again to lose it" in done.stderr

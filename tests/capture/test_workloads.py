@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import re
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -30,8 +28,6 @@ from capture.workloads.training import thread_count
 from gradstats import open_trace
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
-
-GRADSTATS = str(Path(sys.executable).with_name("gradstats"))
 
 
 @pytest.mark.parametrize(
@@ -420,10 +416,8 @@ run(RunConfig(workload="resnet20-digits", nproc=1, steps=1))
 def test_a_script_that_its_processes_cannot_import_is_told_so(tmp_path, stdin):
     file = tmp_path / "script.py"
     file.write_text(UNGUARDED)
-    if stdin:
-        done = subprocess.run([sys.executable], capture_output=True, text=True, input=UNGUARDED)
-    else:
-        done = program(file, check=False, trains=True)
+    source = ("-", UNGUARDED) if stdin else (file,)
+    done = program(*source, check=False, trains=True)
     assert 'below if __name__ == "__main__":' in done.stderr
 
 
@@ -548,10 +542,8 @@ def test_a_run_says_how_it_does_on_what_it_has_not_seen(monkeypatch, capsys):
 
 
 def test_an_unknown_store_is_one_line(tmp_path):
-    done = subprocess.run(
-        [GRADSTATS, "capture", "resnet20-digits", "--out", tmp_path / "a.zarr", "--store", "best"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    words = ("capture", "resnet20-digits", "--out", tmp_path / "a.zarr", "--store", "best")
+    done = program("-m", "gradstats", *words, check=False)
     assert done.returncode == 2
     assert done.stderr.endswith("no store 'best'; there are gradients, sketches\n")
     assert done.stderr.count("\n") == 1

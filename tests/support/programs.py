@@ -45,6 +45,8 @@ READ_ONCE = (
 def program(*arguments, cwd=None, path=(), env=(), ranks=0, trains=False, check=True, imports=()):
     """Run Python with these arguments; return what `subprocess.run` would.
 
+    After ``-`` comes what Python would read from stdin.
+
     Folders of `path` are first on that of Python. With `ranks`, as many processes run the script as torchrun starts.
     `trains` says that it starts ranks itself, as commands that train are known to. Modules of `imports` are imported
     before, too, by a process that programs with the same ones share.
@@ -282,11 +284,13 @@ def _run(request, variables):
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w", encoding="utf-8")
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
         first, *rest = request["arguments"]
-        if first == "-c":
+        if first in ("-c", "-"):
             code, *rest = rest
-            sys.argv, sys.path[0] = ["-c", *rest], ""
+            sys.argv, sys.path[0] = ["-c" if first == "-c" else "", *rest], ""
             sys.modules["__main__"] = main = types.ModuleType("__main__")
-            exec(compile(code, "<string>", "exec"), vars(main))
+            if first == "-":
+                main.__file__ = "<stdin>"  # as Python names it
+            exec(compile(code, vars(main).get("__file__", "<string>"), "exec"), vars(main))
         elif first == "-m":
             name, *rest = rest
             sys.argv, sys.path[0] = ["-m", *rest], os.getcwd()
@@ -299,14 +303,17 @@ def _run(request, variables):
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code == 1 and end.code != 1:
             print(end.code, file=sys.stderr)
-    except BaseException:
-        code = 1
+    except BaseException as error:
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         traceback.print_exc()
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        if code == -signal.SIGINT:  # as Python ends that nobody has kept from it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os._exit(code)
 
 
