@@ -323,6 +323,23 @@ def test_every_public_name_exists_and_is_documented(package):
     assert set(package.__all__) <= set(dir(package))
 
 
+COLLECTIVES = {
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+}
+
+
+def test_what_trains_uses_collectives_that_let_go():
+    """After torch's own, an exit may abort the process, and a lost rank is an error of many lines."""
+    for name, path in MODULES.items():
+        if name.startswith(("gradstats.hooks", "gradstats.compressors")):
+            text = path.read_text(encoding="utf-8")
+            assert not COLLECTIVES & set(re.findall(r"\bdist\.(\w+)\(", text)), name
+
+
 VERDICTS = "gradstats.analysis.verdicts"
 # What is said of how a program works, and not of data: errors and notices.
 NOTICES = {"gradstats.errors", "gradstats.console", "gradstats.hooks", "gradstats.primitives"}

@@ -94,7 +94,11 @@ def all_gather(
     _released(lambda: gather(gathered, message, group=group), gathered, message)
 
 
-def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def all_reduce(
+    values: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> torch.Tensor:
     """Add up a tensor over the ranks, in place.
 
     Parameters
@@ -103,13 +107,15 @@ def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
         This rank's summand, of the same shape on every rank; the sum afterwards.
     group : torch.distributed.ProcessGroup or None
         The ranks; the default group if None.
+    op : torch.distributed.ReduceOp
+        What is done instead of adding up.
 
     Returns
     -------
     tensor
         The same tensor.
     """
-    _released(lambda: dist.all_reduce(values, group=group), values)
+    _released(lambda: dist.all_reduce(values, op, group=group), values)
     return values
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from gradstats.collectives.plain import all_reduce
 from gradstats.errors import InputError, several, unknown, warn
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.facts import Facts
@@ -574,9 +575,9 @@ def _over_shards(
     largest = torch.tensor([m.max for m in here], dtype=torch.float64, device=device)
     counts = torch.from_numpy(whole.histogram.counts.astype(np.int64)).to(device)
     for group in groups:
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(counts, group=group)
+        all_reduce(sums, group)
+        all_reduce(largest, group, dist.ReduceOp.MAX)
+        all_reduce(counts, group)
     totals = []
     for row, most in zip(sums.tolist(), largest.tolist(), strict=True):
         numel, count, zeros, nonfinite = map(int, row[:4])

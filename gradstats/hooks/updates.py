@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradstats.collectives.plain import all_reduce
 from gradstats.hooks.gradient import dense, real_view
 from gradstats.hooks.units import local_part, shard_groups
 
@@ -73,7 +74,7 @@ class StepUpdates:
             # one message for all layers of the same mesh
             together = torch.stack([sums[name] for name in names])
             for group in groups:
-                dist.all_reduce(together, group=group)
+                all_reduce(together, group)
             sums |= dict(zip(names, together, strict=True))
         totals = {name: each.tolist() for name, each in sums.items()}
         # no elements: no rank had a gradient

@@ -85,14 +85,14 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
 
 def _tests(rounds: Sequence[Sequence[_Rounds]]) -> list[tuple[float, float, float]]:
     """Return the p-value of a change within the margin, and the interval of the ratio; NaN of too few rounds."""
-    found = [(math.nan,) * 3] * len(rounds)
+    answers = [(math.nan,) * 3] * len(rounds)
     sizes = [(new.size, old.size) for new, old in rounds]
     for size in {size for size in sizes if min(size) >= FEWEST_ROUNDS}:
         rows = [i for i, each in enumerate(sizes) if each == size]
         new, old = (np.stack([rounds[i][side] for i in rows]) for side in (0, 1))
         for i, answer in zip(rows, _test(new, old), strict=True):
-            found[i] = answer
-    return found
+            answers[i] = answer
+    return answers
 
 
 def _test(new: _Rounds, old: _Rounds) -> Iterable[tuple[float, float, float]]:
