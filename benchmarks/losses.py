@@ -315,6 +315,9 @@ def _above(
     """Yield a piece's systems: name, ratio, how far each judging seed ended above dense, and bytes sent."""
     mine = [r for r in losses if r["piece"] == piece and r["seed"]]
     dense = {r["seed"]: r for r in mine if r["system"] == DENSE}
+    # of a loss of 0, such as that of a policy that has become certain, nothing is a share
+    if not all(r["loss"] for r in dense.values()):
+        return
     for system, ratio in dict.fromkeys((r["system"], r["ratio"]) for r in mine):
         pairs = [
             (r, dense[r["seed"]]) for r in mine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 
 import losses
 import numpy as np
@@ -249,13 +250,14 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     hardly = {"lora-pydoc/sgd", "lora-pydoc/adamw", "lora-pydoc/muon"}
     assert left_out == policies | hardly
     missed = {r["training"] for r in losses.held_out(found)["rows"] if not r["within"]}
-    assert missed == {"gcn-blocks/sgd", *policies}
+    assert missed == {"gcn-blocks/sgd", "vit-digits/muon", *policies}
     made = losses.held_out(judging)
     page = (DOCS / "losses.md").read_text(encoding="utf-8")
     text = " ".join(page.split())
-    # with those that hardly fall there is one miss
+    # with those that hardly fall there is one miss more
     with_them = losses.held_out([t for t in found if t["training"] != "policy-cartpole"])
-    (miss,) = (r for r in with_them["rows"] if not r["within"])
+    miss, known_miss = (r for r in with_them["rows"] if not r["within"])
+    assert known_miss["training"] == "vit-digits/muon"
     assert (miss["training"], miss["rule"], miss["ratio"]) == ("gcn-blocks/sgd", "topk", 0.1)
     (fell,) = (
         t["fell"] for t in judging if (t["training"], t["optimizer"]) == ("gcn-blocks", "sgd")
@@ -277,14 +279,27 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     )  # fmt: skip
     ends = f"{100 * min(graph):+.0f} to {100 * max(graph):+.0f} %".replace("-", "−")
     assert f"They move that of `gcn-blocks` with Muon, which counts, by {ends}." in text
-    # no advice but dense-fp8, and no miss
-    assert made["settings"] == ["dense-fp8"]
-    assert made["within"] == made["of"]
+    (miss,) = (r for r in made["rows"] if not r["within"])
+    assert (miss["training"], miss["rule"]) == ("vit-digits/muon", "dense-fp8")
+    assert made["settings"] == ["dense-bf16", "dense-fp8"]
+    assert made["within"] == made["of"] - 1
     kept = sum(r[0.1] for r in losses.kept(judging) if r["yardstick"] == "loss")
-    said = "The advice is `dense-fp8` for all {}, and was right for all. `topk` at 0.1 kept the loss in {} of them"
-    assert said.format(made["of"], kept) in text
+    named = Counter(r["rule"] for r in made["rows"])
+    (moved,) = (
+        r["above"] for t in judging if (t["training"], t["optimizer"]) == ("vit-digits", "muon")
+        for r in t["runs"] if r["format"] == "fp8"
+    )  # fmt: skip
+    said = (
+        "The advice is `dense-fp8` for {} of {} and `dense-bf16` for {}, and was right for {}: "
+        "`dense-fp8` ended {:.1f} % above dense in `vit-digits` with Muon, whose gradients of 8 bits moved the loss by "
+        "{:.1f} to {:.1f} %. "
+        "`topk` at 0.1 kept the loss in {} of them"
+    )
+    ended = [100 * x for x in (miss["above"], min(moved), max(moved))]
+    counts = (named["dense-fp8"], made["of"], named["dense-bf16"], made["within"])
+    assert said.format(*counts, *ended, kept) in text
     decide = " ".join((DOCS / "decide.md").read_text(encoding="utf-8").split())
-    assert f"({made['within']} of {made['of']}, always by `dense-fp8`)" in decide
+    assert f"({made['within']} of {made['of']})" in decide
     known = {f"{t['training']}/{t['optimizer']}" for t in judging}
     most = max(
         r["numel"] for r in stored(RESULTS / "atlas.jsonl") if r["piece"] in known and "numel" in r
@@ -352,12 +367,25 @@ def test_the_pages_of_a_choice_count_right():
         ]  # fmt: skip
         within[rule], of[rule] = sum(mean <= 0.02 for mean in means), len(means)
     assert within["topk"] == sum(counts[o, "loss"][0.1] for o in losses.OPTIMIZERS)
-    assert within["dense-bf16"] == within["dense-fp8"] == of["topk"]
+    assert (within["dense-bf16"], within["dense-fp8"]) == (of["topk"], of["topk"] - 1)
     assert set(of.values()) == {of["topk"]}
     text = (DOCS / "choose.md").read_text(encoding="utf-8")
-    said = "at most 2 % above dense, in the mean, in all [{} short trainings](losses.md), `topk` at 0.1 in {}."
-    assert said.format(of["topk"], within["topk"]) in text
+    said = (
+        "At most 2 % above dense, in the mean, `dense-bf16` ended in all [{} short trainings](losses.md), `dense-fp8` "
+        "in {}, `topk` at 0.1 in {}."
+    )
+    assert said.format(of["topk"], within["dense-fp8"], within["topk"]) in text
+    dense = [
+        r["loss"] for r in stored(losses.FILE)
+        if (r["piece"], r["system"]) == ("policy-cartpole/muon", "dense") and r["seed"]
+    ]  # fmt: skip
+    assert (len(dense), dense.count(0)) == (3, 2)
+    assert "its dense loss ends at 0 with two of three seeds." in " ".join(
+        (DOCS / "losses.md").read_text(encoding="utf-8").split()
+    )
     text = " ".join((DOCS / "decide.md").read_text(encoding="utf-8").split())
+    assert "16 bits kept the loss in all short trainings" in text
+    assert "8 bits in all but one." in text
     numbers = {o: [counts[o, "loss"][r] for r in RATIOS] for o in losses.OPTIMIZERS}
     trainings = {o: counts[o, "loss"]["of"] for o in losses.OPTIMIZERS}
     said = (
