@@ -53,7 +53,11 @@ def hold(path: Path) -> Callable[[], None]:
     callable
         Lets it go.
     """
-    descriptor = _locked(path)
+    try:
+        # a file open for writing would keep its disk from being made read-only
+        descriptor = _locked(path, writing=False)
+    except BlockingIOError:  # another process is asking in this moment
+        descriptor = None
     if descriptor is None:
         return lambda: None
     _HELD.add(descriptor)
@@ -80,7 +84,8 @@ def held(path: Path) -> bool:
         False also where the file system has no locks.
     """
     try:
-        descriptor = _locked(path)
+        # a lock of one alone, which on NFS takes a file open for writing
+        descriptor = _locked(path, writing=True)
     except BlockingIOError:
         return True
     if descriptor is not None:
@@ -88,17 +93,18 @@ def held(path: Path) -> bool:
     return False
 
 
-def _locked(path: Path) -> int | None:
+def _locked(path: Path, *, writing: bool) -> int | None:
     """Open and lock a trace's metadata; None where this cannot be done, raise where another has done it."""
     if sys.platform == "win32":
         return None
     try:
-        # for writing, which NFS asks for
-        descriptor = os.open(path / "zarr.json", os.O_RDWR | os.O_CLOEXEC)
+        access = os.O_RDWR if writing else os.O_RDONLY
+        descriptor = os.open(path / "zarr.json", access | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_EX if writing else fcntl.LOCK_SH
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
