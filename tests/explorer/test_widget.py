@@ -147,7 +147,8 @@ def lab(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 def test_live_in_jupyterlab_the_widget_draws_and_fits_a_law_that_is_chosen(lab):
-    with Browser() as browser, browser.open(f"{lab}/lab/tree/run.ipynb", height=1400) as tab:
+    page = f"{lab}/lab/tree/run.ipynb"
+    with Browser() as browser, browser.open(page, new=True, height=1400) as tab:
         tab.until("document.querySelector('.jp-Notebook .jp-InputArea-editor')", 120)
 
         def started():  # a cell that is run before the kernel is there stays as it is

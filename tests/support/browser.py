@@ -44,12 +44,15 @@ class Browser:
         self._profile.cleanup()
 
     def open(self, address="about:blank", *, new=False, **options):
-        """Return a tab at an address: one that was left, whose process is there, or a new one."""
+        """Return a tab at an address: one that was left, whose process is there, or a new one.
+
+        One that is asked for is for itself: of a page that wants to be asked before it is left, or is timed.
+        """
         if not self._free or new:
             url = f"http://127.0.0.1:{self._port}/json/new?about:blank"
             with urlopen(Request(url, method="PUT"), timeout=20) as answer:
                 self._free.append(json.load(answer)["webSocketDebuggerUrl"])
-        return Tab(self._free.pop(), address, left=self._free.append, **options)
+        return Tab(self._free.pop(), address, left=None if new else self._free.append, **options)
 
 
 class Tab:
@@ -60,7 +63,7 @@ class Tab:
     ):
         import websocket
 
-        self._left = lambda: left(socket)
+        self._address, self._left = socket, left
         self._socket = websocket.create_connection(socket, timeout=60)
         self._number = 0
         self.requests, self.errors, self._events = [], [], []
@@ -87,11 +90,12 @@ class Tab:
         return self
 
     def __exit__(self, kind, *_):
-        if kind is None:
+        again = kind is None and self._left is not None
+        if again:
             self.go("about:blank")  # nothing of the page is left; what was set ends with the socket
         self._socket.close()
-        if kind is None:
-            self._left()
+        if again:
+            self._left(self._address)
 
     def call(self, method, **params):
         self._number += 1
