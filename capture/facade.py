@@ -262,7 +262,9 @@ class Capture(Facts):
                 vacant(self.path) if overwrite == "number" else (self.path, bool(overwrite))
             )
             if path != self.path:
-                warn(f"{self.path} is another training's: this one is captured in {path}")
+                warn(
+                    f"{self.path} has steps of an earlier training, or is written into: this one is captured in {path}"
+                )
             elif over and held(path):
                 raise TraceError(
                     f"another Capture writes into {path}: end its training, close() it if it is of this process, or "

@@ -261,7 +261,7 @@ def test_a_trace_that_is_captured_into_is_replaced_by_nobody(tmp_path):
     """Empty or not, by a training of this process or of another; once its process is gone, by all."""
     path, net = tmp_path / "run.zarr", nn.Linear(4, 3)
     first = Capture(path, net)
-    with pytest.warns(CaptureWarning, match=r"another training's: .* captured in .*run-2\.zarr"):
+    with pytest.warns(CaptureWarning, match=r"or is written into: .* in .*run-2\.zarr"):
         second = Capture(path, net, overwrite="number")
     with pytest.raises(TraceError, match=r"another Capture writes into .*run\.zarr: end its"):
         Capture(path, net, overwrite=True)
