@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -278,6 +279,7 @@ def test_a_trace_that_is_captured_into_is_replaced_by_nobody(tmp_path):
         os._exit(0)
     first.close()
     del second  # nobody has closed it
+    gc.collect()
     # the last is that of a process that is gone
     for each in (path, tmp_path / "run-2.zarr", tmp_path / "run-3.zarr"):
         with recording() as caught, Capture(each, net, overwrite="number") as capture:
