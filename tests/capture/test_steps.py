@@ -273,10 +273,15 @@ def test_a_trace_that_is_captured_into_is_replaced_by_nobody(tmp_path):
     assert number == str(tmp_path / "run-3.zarr")
     assert replaced.startswith(f"TraceError: another Capture writes into {path}: end its training")
     assert open_trace(tmp_path / "run-3.zarr").steps() == []
+    reads, writes = os.pipe()
     fork = os.fork()  # a data loader's worker, which outlives its training
     if not fork:
+        os.write(writes, b"there")
         time.sleep(60)
         os._exit(0)
+    assert os.read(reads, 5) == b"there"
+    os.close(reads)
+    os.close(writes)
     first.close()
     del second  # nobody has closed it
     gc.collect()
