@@ -45,11 +45,11 @@ MAKE = {
     "short": lambda rng, step: exponential(rng, step)[:60],
     "one element": lambda rng, _: np.array([1.5], np.float32),
 }
-IF_SLOW = r"If the network is slow: try dense-fp8$"
+IF_SLOW = r"If the network is slow: try dense-bf16$"
 NO_LAW = r"No law can be judged$"
 TRUE = {
     "uniform": {
-        SHOULD: r"Hardly: it has no large elements to send; if the network is slow, try dense-fp8$",
+        SHOULD: r"Hardly: it has no large elements to send; if the network is slow, try dense-bf16$",
         DATA: r"Yes$",
         TAIL: r"Short in the top tenth: ξ = −(0\.9|1\.0)\d$",
         DECAY: r"Not shown at any step$",
@@ -71,7 +71,7 @@ TRUE = {
         MODEL: r"Laplace, one a layer: thresholds within ",
     },
     "Pareto 0.8": {
-        SHOULD: IF_SLOW,
+        SHOULD: IF_SLOW.replace("bf16", "fp8"),
         DATA: r"Yes$",
         TAIL: r"Heavy in the top tenth: ξ = 0\.[789]\d; heavy in the top ",
         DECAY: r"Shown at 3 of 3 steps$",
