@@ -59,9 +59,8 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 def trained(optimizer: str, seed: int) -> dict[str, Decision]:
     """Run two trials of a perceptron with dropout: other batches from the second step on, and a tenth of the rate."""
     x, y = _digits()
-    OPTIMIZERS[optimizer](
-        [nn.Parameter(x)], 1.0
-    )  # the first one imports much, which is to be frozen, too
+    # the first one imports much, which is to be frozen, too
+    OPTIMIZERS[optimizer]([nn.Parameter(x)], 1.0)
     gc.freeze()  # a trial collects garbage after each run: most of its time, if all that is imported is looked at
 
     def train(install: Callable[[nn.Module], Any], seed: int) -> Iterator[torch.Tensor]:

@@ -9,8 +9,10 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -54,20 +56,12 @@ def hold(path: Path) -> Callable[[], None]:
         Lets it go.
     """
     try:
-        # a file open for writing would keep its disk from being made read-only
-        descriptor = _locked(path, writing=False)
-    except BlockingIOError:  # another process is asking in this moment
-        descriptor = None
-    if descriptor is None:
+        # open for writing, it would keep its disk from being made read-only
+        file = _locked(path, "rb")
+    except OSError:  # there are no locks, or another process is asking in this moment
         return lambda: None
-    _HELD.add(descriptor)
-
-    def let_go() -> None:
-        if descriptor in _HELD:  # not in a child of this process
-            _HELD.remove(descriptor)
-            os.close(descriptor)
-
-    return let_go
+    _HELD.add(file)
+    return file.close
 
 
 def held(path: Path) -> bool:
@@ -84,42 +78,36 @@ def held(path: Path) -> bool:
         False also where the file system has no locks.
     """
     try:
-        # a lock of one alone, which on NFS takes a file open for writing
-        descriptor = _locked(path, writing=True)
+        _locked(path, "r+b").close()
     except BlockingIOError:
         return True
-    if descriptor is not None:
-        os.close(descriptor)
+    except OSError:
+        pass
     return False
 
 
-def _locked(path: Path, *, writing: bool) -> int | None:
-    """Open and lock a trace's metadata; None where this cannot be done, raise where another has done it."""
+def _locked(path: Path, mode: Literal["rb", "r+b"]) -> FileIO:
+    """Return a trace's metadata, open and locked; raise where it cannot be, BlockingIOError where another has it."""
     if sys.platform == "win32":
-        return None
+        raise OSError("Windows has other locks")
+    file = (path / "zarr.json").open(mode, buffering=0)
     try:
-        access = os.O_RDWR if writing else os.O_RDONLY
-        descriptor = os.open(path / "zarr.json", access | os.O_CLOEXEC)
+        # one that no other may have, too, takes a file open for writing on NFS
+        kind = fcntl.LOCK_SH if mode == "rb" else fcntl.LOCK_EX
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError:
-        return None
-    try:
-        kind = fcntl.LOCK_EX if writing else fcntl.LOCK_SH
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise
-        return None
-    return descriptor
+        file.close()
+        raise
+    return file
 
 
 def _let_go_in_a_child() -> None:
     """Close what a fork has copied: a data loader that outlives its training would hold the trace for it."""
-    while _HELD:
-        os.close(_HELD.pop())
+    for file in list(_HELD):
+        file.close()
 
 
-_HELD: set[int] = set()
+_HELD: WeakSet[FileIO] = WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go_in_a_child)
 

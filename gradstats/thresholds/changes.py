@@ -84,7 +84,7 @@ def compared(records: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str,
 
 
 def _tests(rounds: Sequence[Sequence[_Rounds]]) -> list[tuple[float, float, float]]:
-    """Return the p-value of a change within the margin, and the interval of the ratio; NaN of too few rounds."""
+    """Return each row's p-value of a change within the margin, and interval of the ratio; NaN of too few rounds."""
     answers = [(math.nan,) * 3] * len(rounds)
     sizes = [(new.size, old.size) for new, old in rounds]
     for size in {size for size in sizes if min(size) >= FEWEST_ROUNDS}:
@@ -96,7 +96,7 @@ def _tests(rounds: Sequence[Sequence[_Rounds]]) -> list[tuple[float, float, floa
 
 
 def _test(new: _Rounds, old: _Rounds) -> Iterable[tuple[float, float, float]]:
-    """Return the same for each of some rows with as many rounds: SciPy takes longer for a call than for a row."""
+    """Return the same of rows with equal numbers of rounds, asked together: a call of SciPy takes longer than a row."""
     from scipy.stats import mannwhitneyu
 
     # one test at each end of the margin; their minimum counts twice, for there are two

@@ -291,8 +291,7 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     )  # fmt: skip
     said = (
         "The advice is `dense-fp8` for {} of {} and `dense-bf16` for {}, and was right for {}: "
-        "`dense-fp8` ended {:.1f} % above dense in `vit-digits` with Muon, whose gradients of 8 bits moved the loss by "
-        "{:.1f} to {:.1f} %. "
+        "`dense-fp8` ended {:.1f} % above dense in `vit-digits` with Muon, {:.1f} to {:.1f} % by seed. "
         "`topk` at 0.1 kept the loss in {} of them"
     )
     ended = [100 * x for x in (miss["above"], min(moved), max(moved))]
@@ -371,7 +370,7 @@ def test_the_pages_of_a_choice_count_right():
     assert set(of.values()) == {of["topk"]}
     text = (DOCS / "choose.md").read_text(encoding="utf-8")
     said = (
-        "At most 2 % above dense, in the mean, `dense-bf16` ended in all [{} short trainings](losses.md), `dense-fp8` "
+        "`dense-bf16` ended at most 2 % above dense, in the mean, in all [{} short trainings](losses.md), `dense-fp8` "
         "in {}, `topk` at 0.1 in {}."
     )
     assert said.format(of["topk"], within["dense-fp8"], within["topk"]) in text

@@ -286,11 +286,12 @@ def _run(request, variables):
         first, *rest = request["arguments"]
         if first in ("-c", "-"):
             code, *rest = rest
-            sys.argv, sys.path[0] = ["-c" if first == "-c" else "", *rest], ""
+            shown, name = ("-c", "<string>") if first == "-c" else ("", "<stdin>")
+            sys.argv, sys.path[0] = [shown, *rest], ""
             sys.modules["__main__"] = main = types.ModuleType("__main__")
             if first == "-":
-                main.__file__ = "<stdin>"  # as Python names it
-            exec(compile(code, vars(main).get("__file__", "<string>"), "exec"), vars(main))
+                main.__file__ = name  # as Python does
+            exec(compile(code, name, "exec"), vars(main))
         elif first == "-m":
             name, *rest = rest
             sys.argv, sys.path[0] = ["-m", *rest], os.getcwd()
