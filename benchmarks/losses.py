@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 from records import RESULTS, ROOT, Row, by, command, complete, grid, show, stored
-from scipy.stats import permutation_test, rankdata, zscore
+from scipy.stats import permutation_test, rankdata, sem, zscore
+from scipy.stats import t as t_law
 
 from capture.atlas import PIECES, settings_of
 from capture.workloads import WORKLOADS, RunConfig, run
@@ -38,7 +39,7 @@ from gradstats.analysis.advise import (
     distances,
     mean_above,
 )
-from gradstats.analysis.verdicts.advised import setting_of
+from gradstats.analysis.verdicts.advised import setting_of, sparse_already
 from gradstats.analysis.verdicts.trial import LITTLE
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.resampling import holm
@@ -209,20 +210,21 @@ def beyond(rows: Sequence[Row]) -> str:
             sum(b - a >= 0.01 for a, b in pairs),
             sum((a <= TOLERANCE) is not (b <= TOLERANCE) for a, b in pairs),
         ]
-        if 2 * counts[0] > len(pieces):
+        if pieces and 2 * counts[0] >= len(pieces):
             small.append(OPTIMIZERS[optimizer])
         return [f"{count} of {len(pieces)}" for count in counts]
 
     sgd, adam, muon = map(counted, OPTIMIZERS)
     return (
-        f"At three times the largest seed 0 ended lower than at any of the three in {sgd[0]} dense trainings with SGD "
-        f"and {sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}, with Muon in {muon[0]} and {muon[1]}. "
+        f"At three times the largest, seed 0, which chose the others, ended lower than at any of the three in {sgd[0]} "
+        f"dense trainings with SGD and {sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}, with Muon in "
+        f"{muon[0]} and {muon[1]}. "
         f"With that rate among those of both, `topk` ended nearer to dense, by 1 % of its loss or more, in {sgd[2]} "
         f"with SGD and farther in {sgd[3]}, with AdamW in {adam[2]} and {adam[3]}, with Muon in {muon[2]} and "
         f"{muon[3]}; it came within 2 % of dense, or left that, in {sgd[4]}, {adam[4]} and {muon[4]}."
         + "".join(
-            f" With {name} all three are too small for most trainings: what is said here of its losses is of trainings "
-            "that are slower than they have to be."
+            f" With {name} all three are too small for half of the trainings or more: what is said here of its losses "
+            "is of trainings that are slower than they have to be."
             for name in small
         )
     )
@@ -289,6 +291,30 @@ def kept(found: Sequence[Row]) -> list[Row]:
     return rows
 
 
+def told(found: Sequence[Row]) -> str:
+    """Say in how many short trainings the intervals of the seeds lie on one side of the tolerance."""
+    parts = []
+    for rule, ratio in (*((rule, 1.0) for rule in UNTUNED), ("topk", 0.1)):
+        every = [
+            r["above"] for t in found for r in t["runs"]
+            if (r["rule"], r["ratio"], r["memory"], r["steps"]) == (rule, ratio, "residual", STEPS)
+            and len(r["above"]) > 1
+        ]  # fmt: skip
+        within = beyond = 0
+        for above in every:
+            margin = t_law.ppf(0.95, len(above) - 1) * sem(above)
+            within += statistics.fmean(above) + margin <= TOLERANCE
+            beyond += statistics.fmean(above) - margin > TOLERANCE
+        name = f"`{rule}`" if ratio == 1 else f"`{rule}` at {ratio:g}"
+        parts.append(
+            f"{name} was surely within in {within} of {len(every)} and surely beyond in {beyond}"
+        )
+    return (
+        "A mean of three seeds is itself uncertain. By one-sided 95 % intervals (Student's t, 2 % of the dense loss) "
+        f"{'; '.join(parts)}; the rest is not told."
+    )
+
+
 def kept_table(rows: Sequence[Row]) -> str:
     """Return :func:`kept` as Markdown."""
     heads = " | ".join(f"`topk` {ratio:g}:" for ratio in RATIOS)
@@ -306,7 +332,7 @@ def _run(system: str, ratio: float, steps: int, above: Sequence[float], sent: fl
     # fewer bits have it, too: of what rounding takes off
     row |= {"memory": memory if chosen.get("error_feedback", True) else "none"}
     row |= {"format": {"dense-bf16": "bfloat16", "dense-fp8": "fp8"}.get(system, "float32")}
-    return row | {"steps": steps, "above": [round(x, 5) for x in above], "sent": sent}
+    return row | {"steps": steps, "above": [round(x, 7) for x in above], "sent": sent}
 
 
 def _above(
@@ -477,33 +503,50 @@ def _properties(atlas: Sequence[Row], piece: str) -> Row:
     return found
 
 
-def held_out(found: Sequence[Row], tolerance: float = 0.02) -> Row:
-    """Return what came of advice that is made for each training without it."""
-    rows = []
+def held_out(found: Sequence[Row], tolerance: float = TOLERANCE) -> Row:
+    """Return what came of advice that is made for each training without it, and what would have of always the same.
+
+    Of trainings whose gradients are sparse already :func:`gradstats.advise` says that, and no other asks what is like
+    them.
+    """
+    rows: list[Row] = []
+    constant = dict.fromkeys(UNTUNED, 0)
     for mine in found:
         properties = mine["properties"].get("gradient")
-        if not properties:
+        if not properties or sparse_already(1 - properties["zeros"]):
             continue
         others = [t for t in found if t["training"] != mine["training"]]
         best = choose("gradient", properties, mine["optimizer"], tolerance, others)[0]
         name = f"{mine['training']}/{mine['optimizer']}"
         row = {"training": name} | {n: best[n] for n in ("rule", "ratio", "memory", "bytes")}
-        above = [
-            x for run in mine["runs"] for x in run["above"]
-            if all(run[n] == best[n] for n in ("rule", "ratio", "memory", "format"))
-        ]  # fmt: skip
+        # the worst of the lengths that it was trained for
+        above = max((mean_above(run["above"]) for run in _runs_of(mine, best)), default=None)
         if best["rule"] == "none":
-            above = [0.0]
-        if above:
-            mean = mean_above(above)
-            rows.append(row | {"above": round(mean, 5), "within": mean <= tolerance})
+            above = 0.0
+        if above is not None:
+            row |= {"distance": best["distance"], "above": round(above, 5)}
+            rows.append(row | {"within": above <= tolerance})
+            for rule in UNTUNED:
+                ends = [mean_above(r["above"]) for r in mine["runs"] if r["rule"] == rule]
+                constant[rule] += bool(ends) and max(ends) <= tolerance
     return {
         "tolerance": tolerance,
         "of": len(rows),
         "within": sum(r["within"] for r in rows),
         "settings": sorted({setting_of(r) for r in rows}),
+        "constant": constant,
+        # dense averaging rests on no training
+        "distance": round7(max((r["distance"] for r in rows if r["rule"] != "none"), default=0.0)),
         "rows": rows,
     }
+
+
+def _runs_of(training: Row, setting: Row) -> list[Row]:
+    """Return a training's runs with a setting, one for each length."""
+    return [
+        run for run in training["runs"]
+        if all(run[n] == setting[n] for n in ("rule", "ratio", "memory", "format"))
+    ]  # fmt: skip
 
 
 def table(found: Sequence[Row]) -> str:
@@ -533,7 +576,12 @@ def _cell(above: Sequence[float] | None) -> str:
     if above is None:
         return "–"
     ends = [
-        "diverged" if x == DIVERGED else f"{100 * x:+.1f}".replace("-", "−")
+        # rounded before it is written, so that no zero has a sign
+        "diverged"
+        if x == DIVERGED
+        else f"{z:+.1f}".replace("-", "−")
+        if (z := round(100 * x, 1))
+        else "0.0"
         for x in (min(above), max(above))
     ]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
@@ -650,9 +698,10 @@ def alike_table(rows: Sequence[Row]) -> str:
 
 
 def judged(found: Mapping[str, Any]) -> str:
-    """Return what came of held-out advice as Markdown."""
+    """Return what came of held-out advice as Markdown, and what would have come of looking at nothing."""
     heads = "training | advice without it | bytes ÷ dense: | loss above dense, %: | within 2 %"
-    return grid(
+    always = " and ".join(f"`{rule}` in {n}" for rule, n in found["constant"].items())
+    return f"To recommend always the same would have been right with {always} of {found['of']}.\n\n" + grid(
         heads,
         (
             [
@@ -693,7 +742,7 @@ def main() -> None:
     judging = telling(found)
     made = held_out(judging)
     tables = {"losses": table(found), "local-steps": local_table(losses)}
-    tables |= {"beyond": beyond(losses)}
+    tables |= {"beyond": beyond(losses), "told": told(judging)}
     beside = beside_topk(losses, judging)
     tables |= {"beside-topk": beside_table(beside), "beside-said": beside_said(beside)}
     tables |= {"kept": kept_table(kept(judging)), "alike": alike_table(alike(judging))}

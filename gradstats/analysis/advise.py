@@ -20,7 +20,12 @@ from gradstats.analysis.info import info_records
 from gradstats.analysis.over import SpreadGradients, shares, subset_of
 from gradstats.analysis.pieces import Key, sketches_of
 from gradstats.analysis.verdicts import Verdict, setting_of, what_to_try
-from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, lossless_ratio, sparse_already
+from gradstats.analysis.verdicts.advised import (
+    FEWEST_ALIKE,
+    Ranks,
+    lossless_ratio,
+    sparse_already,
+)
 from gradstats.analysis.verdicts.verdict import signed_percent
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import check_number, target_count
@@ -77,7 +82,7 @@ _SETTING = ("rule", "ratio", "memory", "format")
 # What everything is compared with; it ends where it ends.
 _DENSE: dict[str, Any] = {
     "rule": "none", "ratio": 1.0, "memory": "none", "format": "float32", "low": 0.0, "high": 0.0, "bytes": 1.0,
-    "evidence": "", "trainings": 0, "models": 0, "runs": 0, "acceptable": True,
+    "evidence": "", "distance": math.nan, "trainings": 0, "models": 0, "runs": 0, "acceptable": True,
     "reason": "what the others are compared with",
 }  # fmt: skip
 # What sends all elements that are not zero, of a gradient that has few.
@@ -96,7 +101,8 @@ def evidence() -> Mapping[str, Any]:
     mapping of str to object
         ``trainings``, each with training, optimizer, properties by kind, and runs: rule, ratio, memory, format, steps,
         bytes (share of the dense ones) and above, the relative difference of the final losses to the dense ones, by
-        seed. ``held_out``: what came of advice that was made for each training without it.
+        seed. ``held_out``: what came of advice that was made for each training without it, what would have come of
+        always the same, and how far the trainings were that it rested on.
     """
     text = files("gradstats.analysis").joinpath("evidence.json").read_text(encoding="utf-8")
     measurements: Mapping[str, Any] = json.loads(text)
@@ -123,7 +129,8 @@ class Advice(Shown):
         it rests on.
     records : Records
         One record of each setting, that which is recommended first: rule, ratio, memory, format, low, high, bytes
-        (share of the dense ones), evidence (the trainings), trainings, models and runs (how many), reason; speedup,
+        (share of the dense ones, of two workers), evidence (the trainings), distance (of the farthest of them, in
+        standard deviations of the properties), trainings, models and runs (how many), reason; speedup,
         speedup_low and speedup_high where a plan was given. Of a gradient that is sparse already the first is the ratio
         at which it leaves out zeros alone, which no training was measured for.
     verdict : Verdict
@@ -192,10 +199,10 @@ def advise(
     Notes
     -----
     A setting is acceptable if it ended, in the mean over seeds, within the tolerance in each of the :data:`NEAREST`
-    measured trainings with an optimizer of the same family (:func:`family_of`) whose gradients are most alike: by the
-    shares of the energy that the largest 1 and 0.1 % have, the share of zeros, and the cosine of the ranks. Left out
-    are trainings whose loss says little. Short trainings of small models say
-    little of a long one: :class:`gradstats.Trial` tries it.
+    trainings it was measured in, with an optimizer of the same family (:func:`family_of`), whose gradients are most
+    alike: by the shares of the energy that the largest 1 and 0.1 % have, the share of zeros, and the cosine of the
+    ranks. Left out are trainings whose loss says little. Short trainings of small models say little of a long one:
+    :class:`gradstats.Trial` tries it.
     """
     opened = open_source(source)
     limit = check_number(tolerance, "tolerance", 0, math.inf, "[)")
@@ -249,8 +256,9 @@ def advice_for(
         else:
             nonzero = 1.0
     elif not (nonzero and enough):
-        # nothing is recommended
+        # nothing is recommended, and the records alone say so, too
         records.sort(key=lambda r: r["rule"] != "none")
+        records[0] |= {"reason": "too few elements to say" if nonzero else "all elements are zero"}
     best = records[0]
     fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
     held = evidence()["held_out"]
@@ -261,12 +269,20 @@ def advice_for(
         # a name that tells nothing is like no other
         optimizer if family_of(optimizer) else None,
         held if like_this else None,
+        usual=held["distance"],
         planned=bool(plans),
         nonzero=nonzero,
         enough=enough,
-        same_ranks=math.isnan(properties.get("cosine", 0.0)),
+        ranks=_ranks(properties),
     )
     return Advice(**fields, records=records, verdict=verdict)
+
+
+def _ranks(properties: Mapping[str, float]) -> Ranks:
+    """Return whether it is known how the ranks differ."""
+    if "cosine" not in properties:
+        return "unknown"
+    return "same" if math.isnan(properties["cosine"]) else "compared"
 
 
 def _lossless(nonzero: float, plans: Sequence[Record]) -> dict[str, Any]:
@@ -472,7 +488,7 @@ def choose(
                 name = f"{training['training']}/{training['optimizer']}"
                 # a training may have been measured for several lengths: it counts once
                 if len({r["of"] for r in rows if r["family"] == family} | {name}) <= NEAREST:
-                    rows.append(run | {"of": name, "family": family})
+                    rows.append(run | {"of": name, "family": family, "far": far[id(training)]})
     records = Records([dict(_DENSE)])
     for key, rows in settings.items():
         records.append(dict(zip(_SETTING, key, strict=True)) | _judged(rows, tolerance))
@@ -535,24 +551,27 @@ def _scales(properties: Mapping[str, float]) -> dict[str, float]:
 
 def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, Any]:
     """Return what a setting cost in some trainings."""
-    above = [(mean_above(row["above"]), row["of"]) for row in rows]
+    # what has diverged has no loss: in JSON it is 1e9, for who reads it infinite
+    means = ((mean_above(row["above"]), row["of"]) for row in rows)
+    above = [(math.inf if mean >= DIVERGED else mean, of) for mean, of in means]
     trainings = list(dict.fromkeys(row["of"] for row in rows))
     (low, _), (high, worst) = min(above), max(above)
     enough = len(trainings) >= FEWEST_ALIKE
     acceptable = enough and high <= tolerance
     if not enough:
-        reason = f"in fewer than {FEWEST_ALIKE} such trainings"
+        reason = f"was measured in fewer than {FEWEST_ALIKE} such trainings"
     elif acceptable:
-        reason = f"at most {100 * tolerance:g} % above dense in all of them"
-    elif high >= DIVERGED:
-        reason = f"at no finite loss, in {worst}"
+        reason = f"ended at most {100 * tolerance:g} % above dense in all of them"
+    elif math.isinf(high):
+        reason = f"diverged in {worst}"
     else:
-        reason = f"up to {signed_percent(high)} % from dense, in {worst}"
+        reason = f"ended {signed_percent(high).lstrip('+')} % above dense in {worst}"
     return {
         "low": low,
         "high": high,
         "bytes": float(np.median([row["bytes"] for row in rows])),
         "evidence": ", ".join(trainings),
+        "distance": max(row["far"] for row in rows),
         "trainings": len(trainings),
         # one training with two optimizers is of one model
         "models": len({name.partition("/")[0] for name in trainings}),

@@ -69,11 +69,12 @@ def advise(  # numpydoc ignore=PR01
     """Recommend a compressor, a ratio, a memory and a number format to try, with reasons.
 
     It is what kept the loss of dense training in the measured trainings whose gradients are most like these. low and
-    high: how far a training's mean loss ended from dense there; bytes: what is sent, as a share of dense.
+    high: how far a training's mean loss ended from dense there; bytes: what two workers send, as a share of dense.
     """
     from gradstats import network as networks
-    from gradstats.analysis.advise import SENT, advise
+    from gradstats.analysis.advise import SENT, advise, properties_of
     from gradstats.analysis.pieces import connect
+    from gradstats.analysis.verdicts.advised import lossless_ratio, sparse_already
     from gradstats.primitives.ratio import RATIOS
 
     opened = only_source(source)
@@ -87,13 +88,18 @@ def advise(  # numpydoc ignore=PR01
         raise InputError("--rtt and --compute are of a link: give --link, or --network")
     with connect(scheduler) as client:
         if compute is not None:  # of a link, as was checked
-            cluster = cluster_of(network, link, rtt, opened.numel, [*RATIOS], SENT, False)
+            ratios = [*RATIOS]
+            _, properties = properties_of(opened, {"steps": step, "client": client})
+            # of zeros alone, where they are so many, nothing is lost: that is planned, too
+            if properties["nonzero"] and sparse_already(properties["nonzero"]):
+                ratios.append(lossless_ratio(properties["nonzero"]))
+            cluster = cluster_of(network, link, rtt, opened.numel, ratios, SENT, False)
             plans = networks.plan(
                 opened,
                 cluster,
                 compute,
                 [workers],
-                RATIOS,
+                ratios,
                 SENT,
                 captured=step or None,
                 client=client,
@@ -109,6 +115,8 @@ def advise(  # numpydoc ignore=PR01
             steps=step,
             client=client,
         )
+    if format != "table":  # its records do not hold the sentences
+        note(str(advice.verdict))
     columns = ["rule", "ratio", "memory", "format", "low", "high", "runs", "bytes", "reason"]
     if plans:
         columns.insert(-1, "speedup")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
 from gradstats.tables import format_uncertain
@@ -12,6 +12,7 @@ from gradstats.tables import format_uncertain
 __all__ = [
     "FEWEST_ALIKE",
     "TOO_FEW",
+    "Ranks",
     "lossless_ratio",
     "setting_of",
     "sparse_already",
@@ -29,6 +30,13 @@ _SPARSE = 0.1
 """Share of elements that are not zero up to which a gradient is sparse already."""
 TOO_FEW = ("Too few elements to say", "The largest 1\N{NO-BREAK SPACE}% are fewer than ten.")
 """What is said where no share of the energy can be told."""
+Ranks: TypeAlias = Literal["compared", "same", "unknown"]
+"""Whether ranks were compared: not where they hold the same gradient, or the gradient of one alone is known."""
+_UNCOMPARED = {
+    "same": "the ranks hold the same gradient, as after averaging",
+    "unknown": "whole gradients of several ranks are not known",
+}
+_SHORT = "short trainings of small models on two workers"
 _TRY = "Next: try it on yours with gradstats.Trial, docs/howto/trial.md"
 
 
@@ -37,10 +45,11 @@ def what_to_try(
     optimizer: str | None,
     held: Mapping[str, Any] | None,
     *,
+    usual: float,
     planned: bool,
     nonzero: float,
     enough: bool,
-    same_ranks: bool = False,
+    ranks: Ranks = "compared",
 ) -> Verdict:
     """Say which compression to try, and what that rests on.
 
@@ -51,17 +60,19 @@ def what_to_try(
     optimizer : str or None
         Name of the training's optimizer, if it is known.
     held : mapping of str to object or None
-        What came of advice for trainings that it was made without: tolerance, within, of, settings, and left_out,
-        trainings that it was not judged by; None if that advice was made otherwise, with another tolerance or by a
-        plan.
+        What came of advice for trainings that it was made without: tolerance, within, of, settings, constant (in how
+        many always the same setting would have been within), and left_out, trainings that it was not judged by; None
+        if that advice was made otherwise, with another tolerance or by a plan.
+    usual : float
+        How far the trainings that such advice rested on were at most.
     planned : bool
         Whether a plan says which settings are faster than dense averaging.
     nonzero : float
         Share of the elements that are not zero, at the step that has most of them.
     enough : bool
         Whether there are elements enough to compare trainings by.
-    same_ranks : bool
-        Whether the ranks do not tell how workers differ, as they hold the same gradient.
+    ranks : {"compared", "same", "unknown"}
+        Whether ranks were compared.
 
     Returns
     -------
@@ -96,7 +107,7 @@ def what_to_try(
             basis = "By the plan no setting that kept the loss is faster than dense averaging."
         else:
             most = max(known, key=lambda r: r["bytes"])
-            basis = f"No setting kept the loss in measured trainings{like}: {setting_of(most)} ended {most['reason']}."
+            basis = f"No setting kept the loss in measured trainings{like}: {setting_of(most)} {most['reason']}."
     else:
         headline = f"Try {setting_of(best)}"
         count, models = best["trainings"], best["models"]
@@ -108,26 +119,42 @@ def what_to_try(
             # one model with two optimizers is not two
             f"expect yours above this range in one case of {models + 1} if it is like these, else oftener."
         )
-        if same_ranks:
+        if math.isinf(best["distance"]):
+            basis += " Of some of them no gradients of this kind were measured."
+        elif best["distance"] > usual:
             basis += (
-                " How workers differ is not among what is compared: the ranks hold the same gradient, as after "
-                "averaging."
+                f" It is not much like them: the farthest is {best['distance']:.2g} standard deviations away, and of "
+                f"the measured trainings none was farther than {usual:.2g} from its own."
             )
+        if ranks in _UNCOMPARED:
+            basis += f" How workers differ is not among what is compared: {_UNCOMPARED[ranks]}."
         if planned:
             basis += f" By the plan a step is {best['speedup']:.3g} times as fast as dense."
         else:
-            basis += " It is chosen by its bytes, which are not time: a link tells."
+            basis += (
+                " It is chosen by its bytes, which are not time: to pack them can take longer than it saves. A link "
+                "(--link and --compute) tells."
+            )
         less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
         if less:
-            basis += f" {setting_of(less[-1])} ended {less[-1]['reason']}."
-    caveat = "These are short trainings of small models."
+            basis += f" Of what sends less, {setting_of(less[-1])} {less[-1]['reason']}."
+    caveat = f"These are {_SHORT}."
     if held and best["rule"] != "none":
         always = f", always by {held['settings'][0]}" if len(held["settings"]) == 1 else ""
-        but = f", without {held['left_out']} whose loss says little" if held["left_out"] else ""
+        but = (
+            f" ({held['left_out']} whose loss says little are not counted)"
+            if held["left_out"]
+            else ""
+        )
         caveat = (
             f"Made without the training that it was judged on, such advice ended within {100 * held['tolerance']:g} % "
-            f"of dense in {held['within']} of {held['of']}{always}{but}; these are short trainings of small models."
+            f"of dense in {held['within']} of {held['of']}{always}{but}."
         )
+        # the control: advice that looks at nothing
+        if any(within >= held["within"] for within in held["constant"].values()):
+            same = " and ".join(f"{name} in {n}" for name, n in held["constant"].items())
+            caveat += f" So would always the same: {same}."
+        caveat += f" These are {_SHORT}."
     return Verdict(headline, "\n".join((basis, caveat, _TRY)))
 
 
