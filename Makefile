@@ -1,21 +1,26 @@
 # Everything runs inside .venv; the first target that needs it makes it.
 PYTHON ?= python3
 BIN := .venv/bin
+# Three at a time, on two cores: much of it is processes that wait for each other. A file's tests stay
+# together, and share what they set up; the files with slow tests come first (tests/conftest.py), so that all end together.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: .venv clean corners coverage demo docs docs-serve figures lab licences lint lock matrix mutants notebooks sbom tables \
-  test tutorial types
+.PHONY: .venv clean corners coverage demo docs docs-serve figures lab licences lint lock matrix mutants notebooks quick sbom \
+  tables test tutorial types
 
 demo: .venv/.base
 	$(BIN)/gradstats demo --out demo
 
-# Three at a time, on two cores: much of it is processes that wait for each other. A file's tests stay
-# together, and share what they set up; the files with slow tests come first (tests/conftest.py), so that all end together.
 test: .venv
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# Before a commit: the tests without those that take more than six seconds of a core each.
+quick: .venv
+	$(PYTEST) -m "not slow"
 
 # Which lines and branches the tests run; slower than the tests alone.
 coverage: .venv
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report term-missing
+	$(PYTEST) --cov --cov-report term-missing
 
 lint: .venv
 	$(BIN)/ruff check .

@@ -120,6 +120,7 @@ def test_the_numbers_are_those_of_the_array_in_memory(trace):
     assert decay["sigma_p"] == pytest.approx(exact.sigma_p, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_sketches_are_enough(trace, tmp_path):
     """A trace of sketches of the same run: parameters within 1 %, thresholds within half a percent."""
     full, rough = open_source(trace), open_source(heavy_trace(tmp_path / "s.zarr", "sketches"))

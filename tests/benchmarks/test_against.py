@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import against
+import pytest
 from conftest import ROOT
 
 
+@pytest.mark.slow
 def test_a_checkout_against_itself():
     names = ["exact 64 at 0.1", "torch.topk 64 at 0.1", "signs: ssdm", "step of a hook"]
     names += ["captured step, sketches", "sidco-e 4,096 at 0.01"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import corners
+import pytest
 from records import DOCS
 
 
@@ -19,6 +20,7 @@ def test_the_page_shows_what_was_stored():
     assert {"AMD EPYC, AVX-512", "Intel Xeon, AVX-512"} <= {r["processor"] for r in rows}
 
 
+@pytest.mark.slow
 def test_every_part_runs(monkeypatch):
     monkeypatch.setattr(corners, "LARGE", 3000)
     monkeypatch.setattr(corners, "MEDIUM", 2000)

@@ -66,6 +66,7 @@ def test_at_its_own_rate_full_rounds_are_where_the_rate_falls(monkeypatch, syste
     assert (training.momentum, training.nesterov) == (0.9, None)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_rounds_are_split_by_system_and_topology():
     seconds = np.array(run_ranks(4, marsit.split, 2, "resnet20-digits"))

@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 
+import pytest
 from records import DOCS, ROOT
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_committed_results_and_every_difference_has_its_reason():
     command = [sys.executable, str(ROOT / "benchmarks" / "torch_ddp_tests.py"), "--table"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -35,6 +35,7 @@ def task_of(name, rank=0, **settings):
     return config, importlib.import_module(config.info.module).make_task(config, rank)
 
 
+@pytest.mark.slow
 @every("name", FAMILIES)
 def test_a_training_learns_and_is_what_its_seed_says(name, monkeypatch):
     monkeypatch.setattr(lora, "_FIRST_STEPS", 20)

@@ -146,6 +146,7 @@ def test_huggingface_evaluates_and_its_losses_are_of_training_alone(tmp_path):
     assert trace.scalars()["loss"] == pytest.approx([loss for *_, loss in seen], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_huggingface_under_ddp_shows_each_rank_its_own_gradient(tmp_path):
     script = f"""
@@ -219,6 +220,7 @@ def test_lightning_keeps_what_was_captured_before_a_failure(tmp_path):
     assert gradstats.open_trace(tmp_path / "a.zarr").steps() == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_lightning_under_ddp_captures_a_compressor(tmp_path):
     script = f"""
@@ -359,6 +361,7 @@ def test_huggingface_hands_over_the_scaler_where_a_hook_is_captured(tmp_path, mo
     assert given == [again, {"scaler": scaler, **again}]
 
 
+@pytest.mark.slow
 def test_huggingface_begins_again(tmp_path):
     """After running out of memory (auto_find_batch_size), and by a second train(): it goes on, and so do traces."""
     from transformers import Trainer

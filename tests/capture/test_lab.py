@@ -216,6 +216,7 @@ def test_a_signal_takes_the_network_down(lab, number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_training_says_where_its_time_goes(lab):
     names = ("none", "topk")
@@ -437,6 +438,7 @@ def test_a_burst_is_what_tc_is_told(lab):
     assert "at least 4096" in refused("bench-network", "--burst", "100")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_network_measured_in_the_lab_is_its_links_and_makes_a_plan(lab, tmp_path):
     # messages of a whole second: of shorter ones a busy machine's pauses are a fifth, as CI showed
@@ -460,6 +462,7 @@ def test_a_network_measured_in_the_lab_is_its_links_and_makes_a_plan(lab, tmp_pa
     assert dense["transfer"] == pytest.approx(4 * 269_722 * beta.value, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_experiment_in_short(lab, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "_LONGEST_MESSAGE_S", 0.1)  # of each size a tenth of the bytes

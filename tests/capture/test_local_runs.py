@@ -54,6 +54,7 @@ def test_ranks_read_different_windows_and_every_window_once():
     assert len(rows.unique(dim=0)) > 0.99 * len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_learns_and_says_so_of_unseen_text(autocast):
     config = RunConfig(**GPT | {"nproc": 1, "autocast": autocast})
@@ -156,6 +157,7 @@ def test_every_table_takes_pseudogradients(trace, command):
         assert {r["kind"] for r in found} == {"gradient", "corrected", "pseudogradient"}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.usefixtures("unrendered")
 def test_the_report_and_the_plan_take_them(trace, tmp_path):
@@ -181,6 +183,7 @@ def test_a_trace_names_the_compressor_that_the_exchanges_have():
         assert (found["compressor"], found["ratio"]) == (named, ratio), (steps, outer)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "settings",

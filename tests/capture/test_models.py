@@ -237,6 +237,7 @@ def few_images(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @every("name", [*ON_CIFAR, "resnet8-cifar16"])
 def test_every_network_for_cifar_takes_a_step(name, few_images):
     torch.manual_seed(0)

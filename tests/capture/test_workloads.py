@@ -411,6 +411,7 @@ run(RunConfig(workload="resnet20-digits", nproc=1, steps=1))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("stdin", [True, False])
 def test_a_script_that_its_processes_cannot_import_is_told_so(tmp_path, stdin):

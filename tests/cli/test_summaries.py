@@ -237,6 +237,7 @@ def test_info_of_many_ranks_is_short_and_opens_no_array_of_theirs(tmp_path, monk
     assert run("info", path, "--all").stdout.count("has fewer") == ranks // 2
 
 
+@pytest.mark.slow
 def test_info_of_256_ranks_of_700_sharded_parameters_is_quick(tmp_path):
     """By hand, alone on the machine: 3 s of CPU, and 2 s where every rank has the whole gradient."""
     path, ranks, parameters = tmp_path / "sharded.zarr", 256, 700

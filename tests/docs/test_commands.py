@@ -134,6 +134,7 @@ def test_the_programs_take_every_command_line(page, folder, forgotten, monkeypat
         assert not unknown(whole, words), " ".join(words)
 
 
+@pytest.mark.slow
 def test_the_commands_that_read_run_as_they_are_shown(folder, forgotten, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "80")

@@ -96,6 +96,7 @@ def torchrun(folder, options, script):
     return program(script, cwd=folder, ranks=int(ranks)).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_sharded_scripts_run_as_printed(tmp_path):
     page = (DOCS / "howto/sharded.md").read_text(encoding="utf-8")
@@ -145,6 +146,7 @@ def test_the_trial_runs_as_printed(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_script_with_local_steps_of_sharded_sites_runs_as_said(tmp_path):
     page = (DOCS / "howto/local_steps.md").read_text(encoding="utf-8")

@@ -339,6 +339,7 @@ def test_a_long_training_is_small_and_the_main_thread_works_little(browser, larg
         assert tab.errors == []
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_says_how_large_it_is(tmp_path, capsys):
     file = tmp_path / "new" / "page.html"
     options = [

@@ -10,6 +10,7 @@ from workers import local_shards as cases
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*slower than the training:capture.CaptureWarning"),
 ]
 

@@ -94,6 +94,7 @@ def test_what_ends_far_below_dense_is_not_within_the_tolerance_of_it():
     assert "tolerance 12.5 %." in str(result)
 
 
+@pytest.mark.slow
 def test_a_training_that_hardly_learns_confirms_little():
     def tried(first, **options):
         train = losses_of(first, lambda seed, end: 1.0 + 1e-4 * bool(end))
@@ -115,6 +116,7 @@ def test_a_training_that_hardly_learns_confirms_little():
         assert "says little" not in str(enough)
 
 
+@pytest.mark.slow
 def test_a_refused_and_an_undecided_trial_say_so():
     worse = losses_of(2.0, lambda seed, end: 1.2 + 0.001 * seed if end else 1.0)
     result = Trial(worse, lambda model: True, steps=8).run()
@@ -217,6 +219,7 @@ def yielding(loss):
     return train
 
 
+@pytest.mark.slow
 @every(
     ("train", "options", "words"),
     [

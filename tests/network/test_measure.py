@@ -30,6 +30,7 @@ def networks():
     return run_ranks(3, cases.sweep, [2, 3], COMPRESSORS)
 
 
+@pytest.mark.slow
 def test_everything_is_measured_among_every_number_of_workers():
     first, second, third = networks()
     assert first.about["world_size"] == 3
@@ -93,6 +94,7 @@ def test_a_measured_network_prices_every_system(name):
 PROGRAM = [sys.executable, "-m", "gradstats.network"]
 
 
+@pytest.mark.slow
 def test_as_torchrun_starts_it(tmp_path):
     output = tmp_path / "network.json"
     small = ["--largest", "32768", "--largest-numel", "32768", "--repeats", "2"]
@@ -163,6 +165,7 @@ def test_a_rank_that_is_not_started_as_one_says_how(alone, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: rank 3 cannot join the others: ")
 
 
+@pytest.mark.slow
 def test_every_rank_ends_with_2_where_the_first_cannot_write(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

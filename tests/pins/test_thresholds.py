@@ -146,6 +146,7 @@ def test_every_rule_is_pinned():
     assert list(OPTIONS) == list(ESTIMATORS)
 
 
+@pytest.mark.slow
 @every("size", RATIOS)
 @every("name", OPTIONS)
 def test_thresholds_counts_and_stages(name, size, pins, kind):

@@ -135,6 +135,7 @@ def test_bits_an_element_are_those_of_the_specifications():
     assert all(form.bits_of(0) == 0 for form in FORMATS.values())
 
 
+@pytest.mark.slow
 @every("name", FORMATS)
 def test_rounding_at_random_has_the_right_mean_and_stays_between_neighbours(name):
     form, generator = FORMATS[name], torch.Generator().manual_seed(1)

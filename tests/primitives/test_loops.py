@@ -220,6 +220,7 @@ print(rice_decode(rice_encode(np.array([3, 5, 9])), 3, 100)[0].sum())
 """
 
 
+@pytest.mark.slow
 def test_an_edited_formula_is_used_by_the_next_process(tmp_path):
     """On every path: by a loop over one block, and by passes; in a file of formulas, and in a loop that others call."""
     cache, package = tmp_path / "cache", tmp_path / "gradstats"
@@ -476,6 +477,7 @@ print(has("avx512f"))
 """
 
 
+@pytest.mark.slow
 def test_processors_and_processes_find_the_same(tmp_path):
     """Loops that were compiled, that were cached, and those of processors without what x86 ones have."""
     sums, printed = [], []

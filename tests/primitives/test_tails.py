@@ -73,6 +73,7 @@ def test_zeros_and_what_is_not_finite_are_left_out():
             assert tails(nothing, least).tail(least)[0] == 0
 
 
+@pytest.mark.slow
 @every("code", ["compiled", "torch", "triton"])
 @every("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @every("family", FAMILIES.values(), FAMILIES)

@@ -61,6 +61,7 @@ def test_shape_and_quantile_are_those_of_what_was_rounded(name, n):
         assert abs(few.c - row.c) < width * (few.c_high - few.c_low)
 
 
+@pytest.mark.slow
 def test_modified_scale_mean_excess_choice_and_mixture_take_levels():
     x = FORMATS["e4m3"](laplace())
     row = pot.parameter_stability(x, [0.1])[0]

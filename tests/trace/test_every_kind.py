@@ -65,6 +65,7 @@ CASES = {
 # fmt: on
 
 
+@pytest.mark.slow
 @every("case", CASES)
 def test_every_kind_opens_everywhere(tmp_path, case):
     path = tmp_path / "run.zarr"
@@ -100,6 +101,7 @@ SHARDED = {
 # fmt: on
 
 
+@pytest.mark.slow
 @every("case", SHARDED)
 def test_every_kind_of_a_sharded_model_opens_everywhere(tmp_path, case):
     world, options = SHARDED[case]
@@ -220,6 +222,7 @@ def counted(monkeypatch, allowed):
         monkeypatch.setattr(os, name, limited(getattr(os, name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["growth", "close"])
 def test_interrupted_in_mid_growth_or_mid_close_at_every_operation(tmp_path, monkeypatch, moment):
     linked = 0
