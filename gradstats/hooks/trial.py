@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ LEVEL = 0.05
 """Share of trials in which a wrong "confirmed" is allowed, and of those in which a wrong "refused" is."""
 _FEWEST = 3
 _SAME = 1e-3
-"""Relative difference of two first losses, which no step has changed yet, up to which they are of the same batch."""
+"""Relative difference of two losses up to which they are of the same batch and weights."""
+_AGAIN = 20
+"""Most steps of the dense training that are repeated: rounding in another order has not grown yet."""
 
 
 class Train(Protocol):
@@ -121,6 +123,8 @@ class TrialResult(Shown):
         Losses of all steps, mean over the ranks, dense first.
     diverged : str
         Where a compressed run had a loss that is not finite; empty if none had.
+    same_ranks : bool
+        Whether all ranks had the same dense losses, as with the same batches.
     fell : float
         How far the dense loss fell from the first tenth of the steps to those that are judged, as a share of the loss
         there, mean over the pairs: a training that hardly learns stays near dense whatever is sent.
@@ -135,6 +139,7 @@ class TrialResult(Shown):
     losses: NDArray[np.float64]
     diverged: str = ""
     fell: float = math.nan
+    same_ranks: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -155,6 +160,7 @@ class TrialResult(Shown):
             equal=np.array_equal(self.losses[:, 0], self.losses[:, 1]),
             diverged=self.diverged,
             fell=self.fell,
+            same_ranks=self.same_ranks,
         )
 
     def _rows(self) -> Sequence[Record]:
@@ -171,7 +177,8 @@ class Trial:
     """A paired short run: the same training dense and compressed, from the same seeds and batches.
 
     Pairs of runs are added until the answer is known: after three, about half of, and all of them. A compressed run
-    that diverges ends the trial. Under torch.distributed every rank runs the trial, losses are averaged over the ranks,
+    that diverges ends the trial. The first steps of a dense run are repeated, which shows schedules, iterators and
+    counters that runs share. Under torch.distributed every rank runs the trial, losses are averaged over the ranks,
     and all ranks decide alike.
 
     Parameters
@@ -270,6 +277,7 @@ class Trial:
         """
         pairs = Records()
         losses: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
+        alike = True
         judged = slice(-max(1, round(self.last * self.steps)), None)
         decision: Decision = "undecided"
         low, high, diverged = -math.inf, math.inf, ""
@@ -277,13 +285,18 @@ class Trial:
             seed = self.seed + len(pairs)
             both = []
             for install in (None, self.install):
-                both.append(self._losses(seed, install))
+                both.append(self._run(seed, install, self.steps))
                 if on_progress is not None:
                     on_progress(2 * len(pairs) + len(both), 2 * self.pairs)
-            dense, compressed = both
+            dense, compressed = (run.losses for run in both)
             # losses are means over the ranks: all of them raise here, or none does
             _check(seed, dense, compressed)
+            if not pairs:
+                again = self._run(seed, None, min(self.steps, _AGAIN)).losses
+                # sums on a GPU may differ from run to run; less than that decides nothing
+                _check_again(seed, dense, again, max(_SAME, self.tolerance / 4))
             _check_drawn(self.seed, [pair[0] for pair in losses], dense)
+            alike = alike and both[0].alike
             losses.append((dense, compressed))
             ends = {"dense": dense[judged].mean(), "compressed": compressed[judged].mean()}
             if ends["dense"] <= 0:
@@ -293,7 +306,9 @@ class Trial:
                 )
             above = float(ends["compressed"] / ends["dense"] - 1)
             pairs.append({"seed": seed, **{n: float(v) for n, v in ends.items()}, "above": above})
-            if (at := _not_finite(seed, compressed)) is not None:
+            if both[1].refused:
+                diverged, decision = _REFUSED.format(seed=seed, error=both[1].refused), "refused"
+            elif (at := _not_finite(seed, compressed)) is not None:
                 diverged, decision = f"Its loss is {at}; dense it was finite.", "refused"
             else:
                 decision, low, high = decide(
@@ -303,18 +318,22 @@ class Trial:
         every = np.array(losses)
         first = every[:, 0, : max(1, self.steps // 10)].mean(axis=1)
         fell = float(np.mean(first / [r["dense"] for r in pairs])) - 1
-        return TrialResult(decision, mean, low, high, self.tolerance, pairs, every, diverged, fell)
+        return TrialResult(
+            decision, mean, low, high, self.tolerance, pairs, every, diverged, fell, alike
+        )
 
-    def _losses(self, seed: int, install: Callable[[Any], Any] | None) -> NDArray[np.float64]:
-        """Return the losses of one run, mean over the ranks."""
+    def _run(self, seed: int, install: Callable[[Any], Any] | None, steps: int) -> _Run:
+        """Train for some steps."""
         devices: list[torch.device] = []
 
         def installed(model: torch.nn.Module) -> Any:
             devices.append(next((p.device for p in model.parameters()), torch.device("cpu")))
             return None if install is None else install(model)
 
-        # the last place says how many there are: that one rank has too few is found by all of them together
-        losses = np.full(self.steps + 1, np.nan)
+        # the last place says how many there are: that one rank yields too few is found by all of them together, where
+        # its last steps exchange nothing; a collective that the others wait for in vain fails by itself
+        losses = np.full(steps + 1, np.nan)
+        refused = ""
         # all of them, as nobody knows where the training draws; fork_rng restores those it is told
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
         with torch.random.fork_rng(devices=gpus):
@@ -326,13 +345,13 @@ class Trial:
             count = 0
             try:
                 # range first: the other way round zip would train one step more before it stops
-                for count, loss in zip(range(1, self.steps + 1), run, strict=False):
+                for count, loss in zip(range(1, steps + 1), run, strict=False):
                     losses[count - 1] = _number(loss)
-            except NonFiniteGradientError:
-                # raised on all ranks alike, by a hook: the training has diverged, and the losses that it lacks are NaN
+            except NonFiniteGradientError as error:
+                # raised on all ranks alike, by a hook; the losses that are lacking then are NaN
                 if install is None:
                     raise
-                count = self.steps
+                refused, count = str(error).rstrip("."), steps
             finally:
                 if isinstance(run, Generator):
                     # ends the training's own with blocks now, and not when the collector comes
@@ -341,19 +360,33 @@ class Trial:
                 gc.collect()  # a DDP model and its hook hold each other, and buffers of the gradient's size
         # a mean of −∞ tells every rank that one of them has no model
         losses[-1] = count if devices else -math.inf
+        own, several = losses.copy(), dist.is_initialized() and dist.get_world_size(self.group) > 1
         if dist.is_initialized():
             # NCCL takes tensors of the model's device alone
             values = torch.from_numpy(losses).to(devices[0] if devices else "cpu")
             losses = all_reduce_mean(values, self.group).cpu().numpy()
         if losses[-1] < 0:
             raise InputError("train must call install(model) before its first step")
-        if losses[-1] < self.steps:
+        if losses[-1] < steps:
             raise InputError(
-                f"train must yield a loss for each of the {self.steps} steps; on this rank it yielded {count}"
+                f"train must yield a loss for each of the {steps} steps; on this rank it yielded {count}"
             )
-        return losses[:-1]
+        # the mean of equal numbers is that number, up to the last bit
+        return _Run(losses[:-1], refused, several and np.allclose(own, losses, 1e-12, 0))
 
 
+class _Run(NamedTuple):
+    """Losses of a run, mean over the ranks; why a hook refused a gradient; whether the ranks' losses are the same."""
+
+    losses: NDArray[np.float64]
+    refused: str
+    alike: bool
+
+
+_REFUSED = (
+    "Its hook refused a gradient in the run of seed {seed}, {error}; dense no loss was NaN or infinite. Where a loss "
+    "scaler is to skip such a step, pass it to the hook's state (scaler=)."
+)
 _NO_LOSSES = "train must be a generator that yields the loss of each step, one number; it {}"
 
 
@@ -375,7 +408,22 @@ def _check(seed: int, dense: NDArray[np.float64], compressed: NDArray[np.float64
     if not math.isclose(dense[0], compressed[0], rel_tol=_SAME):
         raise InputError(
             f"the first losses of seed {seed} differ, {dense[0]:.6g} dense and {compressed[0]:.6g} compressed, "
-            "before any step: draw weights and batches from the seed that train is given"
+            "before any step: draw weights and batches from the seed that train is given, and yield a loss before the "
+            "step that it leads to"
+        )
+
+
+def _check_again(
+    seed: int, dense: NDArray[np.float64], again: NDArray[np.float64], within: float
+) -> None:
+    """Refuse a training that runs share something of: the compressed one would not begin where the dense one did."""
+    first = dense[: len(again)]
+    apart = ~np.isclose(again, first, rtol=within, atol=0)
+    if apart.any():
+        step = int(np.argmax(apart))
+        raise InputError(
+            f"the dense training of seed {seed} is not the same twice, its loss at step {step} was {first[step]:.6g} "
+            f"and then {again[step]:.6g}: make optimizers, schedules, iterators and counters in train"
         )
 
 

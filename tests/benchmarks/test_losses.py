@@ -532,7 +532,7 @@ def test_where_other_systems_ended_is_what_the_pages_say():
     said = "AdamW's steps at 0.001 ended farther in {farther}, which predict words, and nearer in {nearer}."
     assert said.format(**of) in page
     assert all(name.endswith("-pydoc") for name in ended["farther"])
-    # howto/ddp.md and decide.md: for images at 0.01 and 0.001, and for text
+    # howto/ddp.md: for images at 0.01 and 0.001, and for text
     images = {"resnet8-cifar16", "vit-digits", "unet-digits"}
     assert images <= set(adam[0.01, "adamw"]["nearer"]) & set(adam[0.001, "adamw"]["nearer"])
     assert adam[0.01, "adamw"]["farther"] == []

@@ -135,16 +135,49 @@ def test_a_compressed_run_that_diverges_ends_the_trial():
     result = Trial(bad, lambda model: True, steps=8).run()
     assert (result.decision, len(result.pairs)) == ("refused", 1)
     assert str(result) == (
-        "Refused: the compressed training diverged. Its loss is nan at step 1 of seed 0; dense it was finite."
+        "Refused: the compressed training met NaN or infinity. "
+        "Its loss is nan at step 1 of seed 0; dense it was finite."
     )
 
 
 def test_equal_runs_are_said_to_be_equal():
     result = Trial(losses_of(2.0, lambda *_: 1.0), lambda model: None, steps=8).run()
     assert result.decision == "confirmed"
-    assert str(result).endswith(
-        "All losses are equal: nothing that was installed changed the training."
+    # as where nothing is lost, or where no hook was registered
+    assert result.verdict.headline.startswith("Confirmed, or not tried: no loss differs")
+    assert result.verdict.warn
+    assert str(result).endswith("see that install registers it.")
+    one = losses_of(2.0, lambda seed, end: 1.0 + 1e-6 * (bool(end) and seed == 2))
+    result = Trial(one, lambda model: True, steps=8).run()
+    assert (result.verdict.headline, result.verdict.warn) == (
+        "Confirmed: at most 2 % above the dense loss",
+        False,
     )
+
+
+def test_a_training_that_runs_share_something_of_is_refused():
+    """A schedule that is made once: what is trained second, dense or compressed, trains at another rate."""
+
+    def shared(fall):
+        taken = []
+
+        def train(install, seed):
+            install(torch.nn.Linear(2, 2))
+            loss = 2.0 + 0.01 * seed
+            for _ in range(30):
+                yield loss
+                loss *= 1 - fall * 0.9 ** len(taken)
+                taken.append(seed)
+
+        return train
+
+    with pytest.raises(InputError) as error:
+        Trial(shared(0.05), lambda model: True, steps=30).run()
+    said = str(error.value)
+    assert said.startswith("the dense training of seed 0 is not the same twice, its loss at step 1")
+    assert "schedules, iterators and counters in train" in said
+    # a difference below a quarter of the tolerance decides nothing
+    assert Trial(shared(1e-3), lambda model: True, steps=30, tolerance=0.1).run().decision
 
 
 def test_the_global_random_state_is_left_alone_and_both_runs_have_the_seed_s():
@@ -159,7 +192,9 @@ def test_the_global_random_state_is_left_alone_and_both_runs_have_the_seed_s():
     before = torch.get_rng_state()
     Trial(train, lambda model: None, steps=3).run()
     assert torch.equal(torch.get_rng_state(), before)
-    runs = np.reshape(drawn, (3, 2, 3))
+    # dense, compressed, and the first of the dense ones once more
+    assert np.array_equal(drawn[6:9], drawn[:3])
+    runs = np.reshape([*drawn[:6], *drawn[9:]], (3, 2, 3))
     assert np.array_equal(runs[:, 0], runs[:, 1])
     assert len(np.unique(runs[:, 0])) == 9
 
@@ -178,7 +213,10 @@ def test_a_run_that_a_hook_refuses_as_not_finite_has_diverged():
 
     result = Trial(train, lambda model: True, steps=8).run()
     assert (result.decision, len(result.pairs)) == ("refused", 1)
-    assert str(result).endswith("Its loss is nan at step 5 of seed 0; dense it was finite.")
+    # the loss was finite: what was not is said as the hook says it, and what skips such steps is named
+    assert str(result).startswith("Refused: the compressed training met NaN or infinity. Its hook")
+    assert "of seed 0, step 4: NaN or infinite gradient elements: 2 on rank 0; dense" in str(result)
+    assert "pass it to the hook's state (scaler=)." in str(result)
     with pytest.raises(NonFiniteGradientError, match="step 4"):  # dense it is no result
         Trial(
             lambda install, seed: train(lambda m: install(m) or True, seed), lambda m: True, steps=8
@@ -258,6 +296,9 @@ def test_ranks_decide_alike_on_the_mean_of_their_losses():
         assert [r[name][0] for r in ranks] == [decision] * 2
         assert np.array_equal(ranks[0][name][3], ranks[1][name][3])
         assert ranks[0][name][1:3] == ranks[1][name][1:3]
+    # rows that differ from rank to rank, and the same on all of them
+    assert [r["all"][4] for r in ranks] == [False] * 2
+    assert [r["same"] for r in ranks] == [[True, True]] * 2
     # all elements, sent by the hook, add up in another order at most
     both = ranks[0]["all"][3]
     assert both[:, 0] == pytest.approx(both[:, 1], rel=1e-5)

@@ -21,6 +21,7 @@ def trial_result(
     equal: bool,
     diverged: str,
     fell: float,
+    same_ranks: bool = False,
 ) -> Verdict:
     """Say what pairs of a dense and a compressed training have shown.
 
@@ -37,21 +38,32 @@ def trial_result(
     equal : bool
         Whether all losses of both sides are equal.
     diverged : str
-        Where a compressed run had a loss that is not finite; empty if none had.
+        Where a compressed run had a loss or a gradient that is not finite; empty if none had.
     fell : float
         How far the dense loss fell, as a share of where it ended; NaN if that is not known.
+    same_ranks : bool
+        Whether all ranks had the same dense losses.
     """
     limit = f"{100 * tolerance:g} % above the dense loss"
     runs = f"{pairs} pairs of {steps} steps"
     if diverged:
-        return Verdict("Refused: the compressed training diverged", diverged, True)
+        return Verdict("Refused: the compressed training met NaN or infinity", diverged, True)
     ends = [*map(signed_percent, difference)]
     numbers = (
         f"The compressed loss ends {ends[0]} % from the dense one ({ends[1]} to {ends[2]}, {runs}), "
         f"tolerance {100 * tolerance:g} %."
     )
+    if same_ranks:
+        numbers += (
+            " All ranks had the same losses: unless these are of data that all of them hold, draw batches by rank, or "
+            "it is a trial of one worker."
+        )
     if equal:
-        numbers += " All losses are equal: nothing that was installed changed the training."
+        return Verdict(
+            "Confirmed, or not tried: no loss differs from the dense one",
+            f"{numbers} Either what was installed loses nothing, or it is not in use: see that install registers it.",
+            True,
+        )
     if decision == "confirmed":
         # NaN is not below anything
         little = fell < LITTLE * tolerance

@@ -50,6 +50,13 @@ def short_on_one_rank(install, seed):
         yield 1.0
 
 
+def same_rows(install, seed):
+    """Draw from the state that a trial seeds alike on all ranks."""
+    worse = install(nn.Linear(2, 2))
+    for step in range(3):
+        yield 1.0 + torch.rand(()) + (1e-3 if worse and step else 0.0)
+
+
 def cases(rank, world):
     """Return what each rank found."""
     found = {}
@@ -58,7 +65,9 @@ def cases(rank, world):
         ("few", compressed("randomk", 0.002)),
     ):
         result = Trial(train, install, steps=STEPS, pairs=3).run()
-        found[name] = (result.decision, result.low, result.high, result.losses)
+        found[name] = (result.decision, result.low, result.high, result.losses, result.same_ranks)
+    result = Trial(same_rows, lambda model: True, steps=3, pairs=3).run()
+    found["same"] = [result.same_ranks, "draw batches by rank" in str(result)]
     try:
         Trial(short_on_one_rank, print, steps=STEPS).run()
     except InputError as error:
