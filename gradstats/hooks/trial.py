@@ -360,7 +360,8 @@ class Trial:
                 gc.collect()  # a DDP model and its hook hold each other, and buffers of the gradient's size
         # a mean of −∞ tells every rank that one of them has no model
         losses[-1] = count if devices else -math.inf
-        own, several = losses.copy(), dist.is_initialized() and dist.get_world_size(self.group) > 1
+        local = losses.copy()
+        several = dist.is_initialized() and dist.get_world_size(self.group) > 1
         if dist.is_initialized():
             # NCCL takes tensors of the model's device alone
             values = torch.from_numpy(losses).to(devices[0] if devices else "cpu")
@@ -372,7 +373,7 @@ class Trial:
                 f"train must yield a loss for each of the {steps} steps; on this rank it yielded {count}"
             )
         # the mean of equal numbers is that number, up to the last bit
-        return _Run(losses[:-1], refused, several and np.allclose(own, losses, 1e-12, 0))
+        return _Run(losses[:-1], refused, several and np.allclose(local, losses, 1e-12, 0))
 
 
 class _Run(NamedTuple):
