@@ -35,12 +35,25 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["TRITON_INTERPRET"] = "1"
 
 
+class Examples:
+    """Have no module imported for its examples that has none: that for Hugging Face alone takes seconds."""
+
+    @staticmethod
+    def pytest_ignore_collect(collection_path):
+        """Leave out such a module of the packages; None leaves the choice to others."""
+        if collection_path.suffix != ".py" or collection_path.is_relative_to(ROOT / "tests"):
+            return None
+        return None if ">>>" in collection_path.read_text(encoding="utf-8") else True
+
+
 def pytest_configure(config):
     """Compile loops before the tests, or the first would have the note about it in its output.
 
     Garbage is not collected until all tests are found: almost all that they import stays.
     """
     gc.disable()
+    # not as a function of this file, whose hooks are of what is below its folder alone
+    config.pluginmanager.register(Examples())
     if not hasattr(config, "workerinput"):
         import gradstats
 
