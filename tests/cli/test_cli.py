@@ -25,6 +25,7 @@ from support.terminal import records, run
 from support.traces import drifting_trace
 
 import gradstats
+from gradstats.analysis.verdicts import movement
 from gradstats.cli import app
 from gradstats.primitives.sketch import sketch
 from gradstats.report.questions import QUESTIONS
@@ -540,6 +541,23 @@ def test_what_drift_says_names_the_trace_where_there_are_several(tmp_path):
     assert "a, gradient: " in several
     assert "b, gradient: " in several
     assert "a, gradient: " not in run("drift", tmp_path / "a.zarr", "--quantity", "mean").stdout
+
+
+def test_what_drift_says_is_of_the_first_quantity_of_each_kind(tmp_path):
+    """In the order of the table, whatever rows come after: other quantities, ratios and layers."""
+    path = tmp_path / "run.zarr"
+    drifting_trace(path, range(3), lambda step: 1 + step)
+    for quantities, first in (
+        (["mean", "threshold"], "mean"),
+        (["threshold", "mean"], "threshold 0.1"),
+    ):
+        rows = gradstats.drift(path, quantities, ratios=[0.1, 0.01], per_layer=True)
+        whole = {(r["kind"], r["quantity"]): r for r in rows if r["layer"] == "all"}
+        asked = [word for name in quantities for word in ("--quantity", name)]
+        done = run("drift", path, *asked, "--ratio", 0.1, "--ratio", 0.01, "--per-layer")
+        said = done.stdout.partition("Drift over")[0].split()
+        kinds = dict.fromkeys(r["kind"] for r in rows)
+        assert " ".join(said) == " ".join(f"{k}: {movement(whole[k, first])}" for k in kinds)
 
 
 def test_verdicts_of_controls_are_not_counted(tmp_path):
