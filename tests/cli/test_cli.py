@@ -27,6 +27,7 @@ from support.traces import drifting_trace
 import gradstats
 from gradstats.analysis.verdicts import movement
 from gradstats.cli import app
+from gradstats.cli.statistics import _note_choices
 from gradstats.primitives.sketch import sketch
 from gradstats.report.questions import QUESTIONS
 from gradstats.statistics.goodness import bootstrap
@@ -415,6 +416,32 @@ def test_a_choice_of_threshold():
     assert "random splits choose" in done.stderr
     assert f"ξ = {c:.3f} ({low:.3f} to {high:.3f}) by the {n} excesses" in done.stderr
     assert "Too wide" not in shown
+
+
+def test_the_splits_of_a_choice_are_counted_of_all_of_them(monkeypatch):
+    """Also those in which no threshold passed; the median may be none of the ratios."""
+
+    def looked_at(ratio, by, splits, **given):
+        labels = {"trace": "run", "kind": "gradient", "step": 3, "rank": 1, "chosen": False}
+        return labels | {"ratio": ratio, "chosen_by": by, "splits": splits} | given
+
+    unseen = {"unseen_n": 1234, "unseen_c": 0.25, "unseen_c_low": 0.15, "unseen_c_high": 0.36}
+    found = [looked_at(0.5, 0, 9), looked_at(0.1, 4, 9, chosen=True, **unseen)]
+    found += [looked_at(0.02, 2, 9), looked_at(0.5, 1, 5, step=7), looked_at(0.1, 0, 5, step=7)]
+    found += [looked_at(0.5, 3, 3, kind="update", chosen=True, **unseen)]
+    found += [looked_at(0.5, 0, 0, step=9)]  # too few elements: nothing was chosen among
+    said = []
+    monkeypatch.setattr("gradstats.cli.statistics.note", said.append)
+    _note_choices(found)
+    shape = "\n  ξ = 0.250 (0.150 to 0.360) by the 1,234 excesses that the choice did not see"
+    assert said == [
+        "run, gradient, step 3, rank 1: chosen 0.1, the median\n"
+        f"  random splits choose 0.1 (4 of 9), 0.02 (2 of 9), none (3 of 9){shape}",
+        "run, gradient, step 7, rank 1: chosen none, the median\n"
+        "  random splits choose 0.5 (1 of 5), none (4 of 5)",
+        "run, update, step 3, rank 1: chosen 0.5, the median\n"
+        f"  random splits choose 0.5 (3 of 3){shape}",
+    ]
 
 
 def test_a_plan_says_which_link_it_assumed_and_nothing_of_a_measured_one(tmp_path):
