@@ -16,6 +16,7 @@ from support.every import every
 import gradstats
 from gradstats.tables import (
     FORMATS,
+    Quality,
     Records,
     format_bytes,
     format_short,
@@ -309,3 +310,43 @@ def test_times_are_in_milliseconds_for_people_and_in_seconds_for_programs():
     assert text[3] == "| b | 12500 | 1.25 | 6250 |"
     assert json.loads(render(rows, "json"))[0]["seconds"] == 0.02
     assert joined([{"mean": 2.0, "low": 1.0, "high": 3.0, "n": 1}])[0]["mean"] == "2.0 (1.0 to 3.0)"
+
+
+def test_times_of_a_latex_table_are_those_of_the_terminal():
+    """Seconds are shown in milliseconds, also where a column is brought to the same decimals."""
+    found = Records(
+        {"rule": name, "select": time, "compute": 2 * time, "threshold": 10 * time}
+        for name, time in (("a", 0.0012345), ("b", 0.012345), ("c", 0.08))
+    )
+    lines = found.to_latex().splitlines()
+    cells = [line.removesuffix(r" \\").split(" & ") for line in lines if " & " in line]
+    assert cells == [
+        ["rule", "select ms", "compute ms", "threshold"],
+        ["a", "1.23", "2.47", "0.012"],
+        ["b", "12.35", "24.69", "0.123"],
+        ["c", "80.00", "160.00", "0.800"],
+    ]
+    terminal = [line.split() for line in render(found).splitlines()]
+    assert [row for row in terminal if row and row[0] in "abc"] == cells[1:]
+
+
+def test_a_figure_of_qualities_is_of_the_first_trace_kind_and_layer(monkeypatch):
+    """Points of others would stand over the same ticks, under the same names."""
+    drawn = []
+    monkeypatch.setattr(
+        Quality, "_draw", lambda self, name, rows, *, ax, title: drawn.append((name, rows, title))
+    )
+    labels = [
+        {"trace": trace, "kind": kind, "layer": layer}
+        for trace in ("one", "two")
+        for kind in ("gradient", "update")
+        for layer in ("all", "fc")
+    ]
+    found = [each | {"ratio": ratio, "mean": 1.0} for ratio in (0.1, 0.01) for each in labels]
+    for i, each in enumerate(labels):
+        Quality(found[i:] + found[:i]).plot()
+        name, rows, title = drawn[-1]
+        assert name == "quality_bars"
+        assert title == ", ".join(n for n in each.values() if n != "all")
+        assert sorted(r["ratio"] for r in rows) == [0.01, 0.1]
+        assert all(r.items() >= each.items() for r in rows)

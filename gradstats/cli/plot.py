@@ -151,8 +151,9 @@ def _decay(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing
     from gradstats.statistics.compressibility import default_window
 
     (vectors,), options, what = _several(sources, asked, over)
-    numel = max(sketch.numel for sketch in vectors.values())
-    return (vectors,), options | {"window": default_window(numel) if numel > 1 else None}, what
+    # the window of p is one of ranks, which zeros do not have
+    count = max(sketch.magnitudes.count for sketch in vectors.values())
+    return (vectors,), options | {"window": default_window(count) if count > 1 else None}, what
 
 
 def _overview(sources: list[Source], asked: Asked, over: dict[str, Any]) -> Drawing:

@@ -11,6 +11,7 @@ import gradstats
 from gradstats.analysis import peaks
 from gradstats.statistics.dependence import RUN
 from gradstats.statistics.resampling import holm
+from gradstats.trace import Layer, TraceWriter, create_trace
 
 
 def together(numel, length, seed=0):
@@ -61,3 +62,28 @@ def test_layers_are_the_tests_that_a_tail_is_corrected_for():
     corrected = holm(np.array([r["p_value"] for r in each]))
     assert [r["p_holm"] for r in each] == corrected.tolist()
     assert [r["layer"] for r in each] == [*"abc"]
+
+
+def test_each_gradient_is_a_family_of_its_own(tmp_path):
+    """More steps, ranks or kinds make no layer of a gradient less sure: a correction is over its layers."""
+    layers = [Layer(name, i * 1500, (1500,)) for i, name in enumerate("abc")]
+    create_trace(tmp_path / "run.zarr", layers, world_size=2)
+    for rank in (0, 1):
+        writer = TraceWriter(tmp_path / "run.zarr", rank, kinds=("gradient", "corrected"))
+        for step in (0, 1):
+            rng = np.random.default_rng([rank, step])
+            x, y = (
+                np.concatenate([rng.standard_t(df, 1500) for df in (2.5, 3, 9)]).astype("f4")
+                for _ in range(2)
+            )
+            writer.append(step, {"gradient": x, "corrected": y})
+        writer.close()
+    families = {}
+    for r in gradstats.pot(tmp_path / "run.zarr", per_layer=True):
+        if r["layer"] in "abc":
+            families.setdefault((r["step"], r["rank"], r["kind"]), []).append(r)
+    assert len(families) == 8
+    for key, family in families.items():
+        corrected = holm(np.array([r["p_value"] for r in family]))
+        assert [r["p_holm"] for r in family] == corrected.tolist(), key
+        assert 0 < min(corrected) < 0.5, key  # of 1 a larger family would make 1 as well

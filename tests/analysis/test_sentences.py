@@ -16,6 +16,7 @@ from gradstats.analysis.info import describe
 from gradstats.analysis.verdicts import decay_shown
 from gradstats.analysis.verdicts.gradient import FEWEST, tail_weight
 from gradstats.analysis.verdicts.pairs import what_changed
+from gradstats.analysis.verdicts.plans import advice
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.goodness import bootstrap
 from gradstats.trace import Layer, TraceWriter, create_trace
@@ -171,3 +172,90 @@ def test_a_decay_is_said_of_its_own_ranks(tmp_path, rng):
     assert re.search(r"at step 1, of the largest 90[;.]", said(steps=[1]))
     assert re.search(r"at step 0 of the largest 200, .* at step 1 of the largest 90[;.]", said())
     assert re.search(r"at step 1, of ranks 100 to 1,000[;.]", said((100, 1000)))
+
+
+def decayed(step, p, low, high, **given):
+    """Return the record of a decay: of independent elements p is within 0.05, by runs from low to high."""
+    record = {"kind": "gradient", "step": step, "p": p, "p_low": p - 0.05, "p_high": p + 0.05}
+    record |= {"runs_low": low, "runs_high": high, "window": "1-200", "reason": ""}
+    record |= {"windows": {"1-100": p - 0.1, "1-200": p}, "compressible": True}
+    return record | given
+
+
+def test_a_decay_is_said_of_the_first_and_the_last_step_and_its_runs_of_the_last():
+    control = decayed(None, 0.2, NAN, NAN, kind="laplace", compressible=False)
+    unsure = {"reason": "windows disagree", "compressible": None}
+    rows = [decayed(3, 0.6, 0.41, 0.79), decayed(5, 0.4, 0.31, 0.49, **unsure)]
+    rows += [decayed(9, 0.7, 0.52, 0.88, **unsure)]
+    verdict = decay_shown(rows, [control])
+    meaning = "Shown means p above ½ in every window, by Hill's estimate and by σ_k too, and a "
+    meaning += "power law likelier than a log-normal. "
+    assert verdict.headline == "Shown at 1 of 3 steps"
+    assert verdict.numbers == (
+        "p = 0.60 (0.55 to 0.65) at step 3, 0.70 (0.65 to 0.75) at step 9, of the largest 200; "
+        f"by runs of neighbours 0.52 to 0.88. {meaning}"
+        "2 of 3 steps: windows disagree (at step 9 p = 0.60 to rank 100, 0.70 to rank 200). "
+        "Controls: Laplace 0.20, rejected."
+    )
+    alone = decay_shown(rows[1:2], [control | {"compressible": True}])
+    assert (alone.headline, alone.warn) == ("Not shown", True)
+    assert alone.numbers == (
+        "p = 0.40 (0.35 to 0.45) at step 5, of the largest 200; by runs of neighbours 0.31 to "
+        f"0.49. {meaning}Step 5: windows disagree (p = 0.30 to rank 100, 0.40 to rank 200). "
+        "Controls: Laplace 0.20: passes what it must reject!"
+    )
+    # a sketch does not say where elements lie, so its interval by runs is not known
+    assert "runs" not in decay_shown([decayed(3, 0.6, NAN, NAN)], [control]).numbers
+
+
+def planned(compressor, seconds, speedup, limit, **given):
+    """Return the record of a plan: its speed-up is within 10 % of what is given."""
+    record = {"compressor": compressor, "ratio": 0.01, "seconds": seconds, "limit": limit}
+    record |= {
+        f"speedup{end}": by * speedup for end, by in (("", 1), ("_low", 0.9), ("_high", 1.1))
+    }
+    record |= {"workers": 8, "rate": 1000.0, "baseline": "none", "recommended": False}
+    record |= {"measured": True, "quality": 1.0, "basis": "exact", "indices": "plain"}
+    record |= {"values": "float32", "codec_break_even": 50.0, "codec_pays": "above"}
+    return record | {"break_even": 300.0, "pays": "below"} | given
+
+
+def test_a_plan_gives_each_way_its_own_time_and_limit():
+    dense = planned("none", 0.12, 1, "the links", ratio=None)
+    slow, slower = planned("topk", 0.15, 0.8, "selecting"), planned("dgc", 0.2, 0.6, "unpacking")
+    assert advice([dense | {"recommended": True}, slow, slower]) == (
+        "8 workers at 1,000 Mbit/s: don't compress. Dense takes 120 ms; topk at ratio 0.01, the "
+        "fastest alternative, 150 ms, limited by selecting. It pays below 300 Mbit/s."
+    )
+    best = planned("dgc", 0.04, 3, "unpacking", recommended=True, basis="trace", quality=1.2)
+    assert advice([best, planned("topk", 0.06, 2, "selecting"), dense]) == (
+        "8 workers at 1,000 Mbit/s: dgc at ratio 0.01. It takes 40 ms instead of dense 120 ms, "
+        "3 times as fast (2.7 to 3.3), limited by unpacking. It pays below 300 Mbit/s. It keeps "
+        "1.2 of the k asked for."
+    )
+    coded = best | {"indices": "rice", "values": "int8", "basis": "exact"}
+    assert advice([coded, planned("topk", 0.02, 6, "selecting", quality=0.5), dense]).endswith(
+        "It pays below 300 Mbit/s. Its codec (rice, int8) pays above 50 Mbit/s. topk at ratio "
+        "0.01 (20 ms) is no faster, within the interval, if it sent k elements and not 0.5 k."
+    )
+
+
+def test_a_faster_way_that_is_not_advised_has_its_reason():
+    dense = planned("none", 0.12, 1, "the links", ratio=None, recommended=True)
+    faster = planned("topk", 0.1, 1.2, "selecting", pays="always", break_even=NAN)
+    for given, reason in (
+        ({"speedup_low": 1.0}, "which cannot be told from 1"),
+        ({"speedup_low": 1.01}, "which may be less than 2 %"),
+        (
+            {"speedup_low": 1.1, "quality": 0.5},
+            "but of 0.5 k elements, and with k it would be no faster",
+        ),
+    ):
+        said = advice([dense, faster | given])
+        low = f"{given['speedup_low']:.3g}"
+        assert f"limited by selecting: 1.2 times as fast ({low} to 1.32), {reason}. " in said
+        # the prediction alone is not enough where its interval has 1 in it
+        if given["speedup_low"] <= 1.02:
+            assert said.endswith("Whether it pays has to be measured.")
+        else:
+            assert said.endswith("It pays at any bandwidth, by the prediction.")

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 
 import gradstats
 from gradstats.analysis.closest import closest_laws, evenly, law_pairs
@@ -211,6 +212,25 @@ def test_layers_of_different_size_are_a_law_each():
     assert record["log_quantile"][0.01] == pytest.approx(np.log(true / flat[k - 1]), abs=0.02)
 
 
+def test_layers_too_small_for_a_law_count_with_the_others():
+    """Of fewer than ten elements a layer has no law of its own; its elements share those of the others."""
+    rng = np.random.default_rng(1)
+    scales = {"large": 1.0, "small": 0.1, "ten": 20.0}
+    sizes = {"large": 4000, "small": 2000, "ten": 10}
+    layers = {n: signed(rng, scales[n] * rng.exponential(size=sizes[n])) for n in sizes}
+    layers |= {f"tiny {i}": signed(rng, rng.exponential(size=9)) for i in range(250)}
+    few, flat = 250 * 9, np.sort(np.abs(np.concatenate([*layers.values()])))[::-1]
+    means = np.array([np.abs(layers[n]).mean(dtype=float) for n in sizes])
+    counts = np.array([*sizes.values()]) * (1 + few / sum(sizes.values()))
+    pairs = law_pairs(open_source(layers), ["laplace"], ratios=[0.3, 0.01])
+    (record,) = (r for r in pairs if r["by_layer"])
+    assert [*record["log_quantile"]] == [0.3, 0.01]
+    for ratio, off in record["log_quantile"].items():
+        k = round(ratio * flat.size)
+        threshold = brentq(lambda t, k=k: counts @ np.exp(-t / means) - k, 0, 1000)
+        assert off == pytest.approx(np.log(threshold / flat[k - 1]), abs=1e-4), ratio
+
+
 def test_laws_are_judged_at_a_step_that_they_have_not_seen(tmp_path):
     """Each step has a law of its own: what fits one does not fit the next."""
     rng = np.random.default_rng(0)
@@ -383,6 +403,23 @@ def test_a_rule_that_is_half_off_in_every_gradient_is_told_from_one():
             found.append(judged["hits"])
     assert verdicts[0.0].count(True) == 100
     assert verdicts[np.log(1.5)].count(False) == 100
+
+
+def test_the_range_of_few_steps_allows_for_elements_that_are_large_together():
+    """Of fewer than five steps: least and most, widened by what chance does to the least certain of them."""
+    rows = played("a", [0.1, -0.2, 0.05], k=400)
+    for designs, widest in (
+        ([1.0, 9.0, 4.0], 9.0),
+        ([math.nan, 4.0, math.nan], 4.0),
+        ([0.5, 0.25, 0.5], 1.0),  # chance does no less than to independent elements
+        ([math.nan] * 3, 1.0),
+    ):
+        several = [r | {"design": d} for r, d in zip(rows, designs, strict=True)]
+        (judged,) = judged_rules(several)
+        chance = 1.959964 * math.sqrt(widest / 400)
+        assert judged["low"][0.01] == pytest.approx(math.exp(-0.2 - chance)), designs
+        assert judged["high"][0.01] == pytest.approx(math.exp(0.1 + chance)), designs
+        assert not judged["interval"]
 
 
 @pytest.mark.parametrize("n", [8, 25])

@@ -281,6 +281,25 @@ def test_a_layer_of_zeros_is_not_one_that_no_format_suits(tmp_path):
     assert "no format" not in run(*asked, "--layer", "zero", "--error", 1e-9).stderr
 
 
+def test_the_sum_of_the_ranks_says_what_no_format_suits(tmp_path):
+    """What cancels in the sum is a layer of zeros, though each rank has an error of its own."""
+    path = tmp_path / "run.zarr"
+    create_trace(path, [Layer("cancels", 0, (500,)), Layer("adds", 500, (500,))], world_size=2)
+    for rank, sign in enumerate((1, -1)):
+        writer = TraceWriter(path, rank)
+        x = np.append(sign * gradient(500), gradient(500, 1 + rank))
+        writer.append(0, {"gradient": x.astype(np.float32)})
+        writer.close()
+    asked = ("wire", path, "--to", "int4", "--per-layer", "--error")
+    assert "no format stays below 1e-09 in adds\n" in run(*asked, 1e-9).stderr
+    # between the errors of the sum and those of the ranks
+    found = gradstats.wire(path, ["int4"], per_layer=True, scales=["block"])
+    alone, together = (block(found, layer="adds", ranks=n)["worst"] for n in (1, 2))
+    limit = (alone + together) / 2
+    said = run(*asked, limit, "--scale", "block").stderr
+    assert ("no format stays below" in said) == (together > limit)
+
+
 def test_at_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     command = ("wire", RANKS, "--step", 300)

@@ -25,7 +25,9 @@ from support.terminal import records, run
 from support.traces import drifting_trace
 
 import gradstats
+from gradstats.analysis.verdicts import movement
 from gradstats.cli import app
+from gradstats.cli.statistics import _note_choices
 from gradstats.primitives.sketch import sketch
 from gradstats.report.questions import QUESTIONS
 from gradstats.statistics.goodness import bootstrap
@@ -416,6 +418,32 @@ def test_a_choice_of_threshold():
     assert "Too wide" not in shown
 
 
+def test_the_splits_of_a_choice_are_counted_of_all_of_them(monkeypatch):
+    """Also those in which no threshold passed; the median may be none of the ratios."""
+
+    def looked_at(ratio, by, splits, **given):
+        labels = {"trace": "run", "kind": "gradient", "step": 3, "rank": 1, "chosen": False}
+        return labels | {"ratio": ratio, "chosen_by": by, "splits": splits} | given
+
+    unseen = {"unseen_n": 1234, "unseen_c": 0.25, "unseen_c_low": 0.15, "unseen_c_high": 0.36}
+    found = [looked_at(0.5, 0, 9), looked_at(0.1, 4, 9, chosen=True, **unseen)]
+    found += [looked_at(0.02, 2, 9), looked_at(0.5, 1, 5, step=7), looked_at(0.1, 0, 5, step=7)]
+    found += [looked_at(0.5, 3, 3, kind="update", chosen=True, **unseen)]
+    found += [looked_at(0.5, 0, 0, step=9)]  # too few elements: nothing was chosen among
+    said = []
+    monkeypatch.setattr("gradstats.cli.statistics.note", said.append)
+    _note_choices(found)
+    shape = "\n  ξ = 0.250 (0.150 to 0.360) by the 1,234 excesses that the choice did not see"
+    assert said == [
+        "run, gradient, step 3, rank 1: chosen 0.1, the median\n"
+        f"  random splits choose 0.1 (4 of 9), 0.02 (2 of 9), none (3 of 9){shape}",
+        "run, gradient, step 7, rank 1: chosen none, the median\n"
+        "  random splits choose 0.5 (1 of 5), none (4 of 5)",
+        "run, update, step 3, rank 1: chosen 0.5, the median\n"
+        f"  random splits choose 0.5 (3 of 3){shape}",
+    ]
+
+
 def test_a_plan_says_which_link_it_assumed_and_nothing_of_a_measured_one(tmp_path):
     np.save(tmp_path / "x.npy", np.random.default_rng(0).laplace(size=20_000).astype("f4"))
     measured_network().save(tmp_path / "network.json")
@@ -540,6 +568,23 @@ def test_what_drift_says_names_the_trace_where_there_are_several(tmp_path):
     assert "a, gradient: " in several
     assert "b, gradient: " in several
     assert "a, gradient: " not in run("drift", tmp_path / "a.zarr", "--quantity", "mean").stdout
+
+
+def test_what_drift_says_is_of_the_first_quantity_of_each_kind(tmp_path):
+    """In the order of the table, whatever rows come after: other quantities, ratios and layers."""
+    path = tmp_path / "run.zarr"
+    drifting_trace(path, range(3), lambda step: 1 + step)
+    for quantities, first in (
+        (["mean", "threshold"], "mean"),
+        (["threshold", "mean"], "threshold 0.1"),
+    ):
+        rows = gradstats.drift(path, quantities, ratios=[0.1, 0.01], per_layer=True)
+        whole = {(r["kind"], r["quantity"]): r for r in rows if r["layer"] == "all"}
+        asked = [word for name in quantities for word in ("--quantity", name)]
+        done = run("drift", path, *asked, "--ratio", 0.1, "--ratio", 0.01, "--per-layer")
+        said = done.stdout.partition("Drift over")[0].split()
+        kinds = dict.fromkeys(r["kind"] for r in rows)
+        assert " ".join(said) == " ".join(f"{k}: {movement(whole[k, first])}" for k in kinds)
 
 
 def test_verdicts_of_controls_are_not_counted(tmp_path):

@@ -158,6 +158,21 @@ def test_unless_chosen_the_largest_size_the_smallest_ratio_and_three_steps_are_d
     assert list(called["best_k_error"]) == [f"gradient, step {step}" for step in range(3)]
 
 
+@pytest.mark.usefixtures("drawn")
+def test_the_ranks_that_are_shaded_are_those_of_p(tmp_path, monkeypatch):
+    """Of a gradient of which nine tenths are zero, the largest hundredth of the others."""
+    windows = []
+    monkeypatch.setattr(plots, "magnitude_decay", lambda *_, window, **__: windows.append(window))
+    x = np.zeros(200_000, np.float32)
+    x[:20_000] = np.random.default_rng(3).laplace(size=20_000)
+    for name, vector in (("sparse", x), ("whole", x[:20_000]), ("one", x[19_999:21_000])):
+        np.save(tmp_path / f"{name}.npy", vector)
+        done = run("plot", "magnitude-decay", tmp_path / f"{name}.npy", "-o", "x.svg")
+        assert done.returncode == 0, done.stderr
+    assert windows == [(1, 200), (1, 200), None]  # one element has no window
+    assert gradstats.compressibility(x).window == (1, 200)
+
+
 def test_records_of_traces_are_summed_and_named(trace, drawn):
     assert run("plot", "training-curves", trace, "-o", "x.png", "--by", "megabytes").returncode == 0
     rows = gradstats.compression(trace)

@@ -17,7 +17,7 @@ from gradstats.analysis.info import info_summary
 from gradstats.analysis.rules import judged_rules
 from gradstats.analysis.stages import worst_stages
 from gradstats.cli import main
-from gradstats.cli.output import analyse, worst_first
+from gradstats.cli.output import analyse, note_statuses, worst_first
 from gradstats.trace import Layer, Shard, TraceWriter, create_trace
 from gradstats.trace.sources import open_source
 
@@ -235,6 +235,39 @@ def test_info_of_many_ranks_is_short_and_opens_no_array_of_theirs(tmp_path, monk
     assert sum("has fewer: 1 of 2 steps" in line for line in lines) == 8
     assert any("not named here: 16; --all" in line for line in lines)
     assert run("info", path, "--all").stdout.count("has fewer") == ranks // 2
+
+
+def test_a_remark_is_said_once_of_what_it_is_of(monkeypatch):
+    """Of more than three layers one is an example, however many fits each of them has."""
+    said = []
+    monkeypatch.setattr("gradstats.cli.output.note", said.append)
+    found = [("a", "short")] * 3 + [("b", "ok")] * 2 + [("b", "short")]
+    found += [(layer, "flat") for layer in "cdefcdc"]
+    fits = [{"layer": layer, "status": status} for layer, status in found]
+    note_statuses(fits, "json", "layer")
+    assert said == []
+    note_statuses(fits, "table", "layer")
+    assert said == [
+        "a: short (3 of the fits)",
+        "b: short (1 of the fits)",
+        "flat: 4 layers, such as c",
+    ]
+
+
+def test_info_says_where_each_rank_with_fewer_steps_ended(tmp_path):
+    """Of those that lack most first; the last step is where it was killed, or writes on."""
+    path, steps = tmp_path / "killed.zarr", (5, 10, 20, 40)
+    create_trace(path, [Layer("w", 0, (50,))], world_size=3)
+    for rank in range(3):
+        writer = TraceWriter(path, rank)
+        for step in steps[: 4 - rank]:
+            writer.append(step, {"gradient": np.ones(50, np.float32)})
+        writer.close()
+    lines = run("info", path).stdout.splitlines()
+    assert [line for line in lines if "has fewer" in line] == [
+        "  rank 2 has fewer: 2 of 4 steps, the last 10",
+        "  rank 1 has fewer: 3 of 4 steps, the last 20",
+    ]
 
 
 @pytest.mark.slow

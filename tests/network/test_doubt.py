@@ -13,6 +13,7 @@ from support.every import every
 from support.networks import measured_network
 from support.terminal import main
 
+from gradstats.cli.plan import assumed_link
 from gradstats.compressors import COMPRESSORS
 from gradstats.errors import InputError
 from gradstats.network import HELD, LINKS, Network, advice, link, plan, prediction
@@ -176,6 +177,17 @@ class TestLinks:
             ends = np.quantile(np.log(np.divide(values, middle)), (0.025, 0.975))
             width = math.log(most / least) / 2
             assert ends == pytest.approx([-width, width], rel=0.1, abs=0.01)
+
+    @pytest.mark.parametrize("name", LINKS)
+    def test_its_sentence_has_the_numbers_of_its_source(self, name):
+        usual = LINKS[name]
+        low, alpha, high = (f"{1e3 * latency:.3g}" for latency in usual.latency)
+        fast, middle, slow = (f"{times:.3g}" for times in usual.slower)
+        assert assumed_link(link(name)) == (
+            f"{name} was not measured: a message takes {alpha} ms ({low} to {high}) and {middle} "
+            f"times its bytes at the link's rate ({fast} to {slow}), with sources in "
+            "docs/concepts/cost.md."
+        )
 
     def test_it_is_kept_in_a_file(self, tmp_path):
         link("wan").save(tmp_path / "wan.json")

@@ -754,6 +754,37 @@ def test_speedups_are_over_the_baseline(ax):
     assert points == {"_topk, measured": 4.0, "_none, measured": 0.5}
 
 
+def test_points_measured_belong_to_the_line_of_their_ratio_and_local_steps(ax):
+    """Each over the dense step of its own rate; none of other workers, or of a rate without a dense step."""
+    ways = {("topk", 0.1, 0): 4.0, ("topk", 0.01, 0): 3.0, ("topk", 0.01, 5): 2.0}
+    rows = [
+        {"compressor": name, "ratio": ratio, "local_steps": steps, "workers": 4, "rate": rate}
+        | {"speedup": speed, "speedup_low": speed, "speedup_high": speed}
+        for (name, ratio, steps), speed in ways.items()
+        for rate in (10.0, 100.0)
+    ]
+    dense = {10.0: 8.0, 100.0: 2.0}
+    measured = [
+        {"compressor": name, "ratio": ratio, "local_steps": steps, "workers": 4, "rate": rate}
+        | {"seconds": seconds / by}
+        for (name, ratio, steps), by in ({("none", None, 0): 1.0} | ways).items()
+        for rate, seconds in dense.items()
+    ]
+    # a dense step among local ones is no baseline
+    measured.append(measured[0] | {"local_steps": 5, "seconds": 0.1})
+    measured += [r | {"workers": 8, "seconds": 0.01} for r in measured]
+    measured += [measured[2] | {"rate": 1000.0}]
+    plots.speedup(rows, ax, measured=measured)
+    points = {x.get_label(): x.get_xydata() for x in ax.lines if "measured" in x.get_label()}
+    expected = {
+        f"_{name}, {ratio:g}{f', {steps} local steps' * bool(steps)}, measured": speed
+        for (name, ratio, steps), speed in ways.items()
+    }
+    assert points.keys() == expected.keys()
+    for label, speed in expected.items():
+        assert points[label] == pytest.approx(np.array([[10, speed], [100, speed]])), label
+
+
 def test_a_grey_stays_grey_in_a_png(ax):
     plots.density(X, [gradstats.fit(X, "laplace")], ax)
     drawn = {}

@@ -544,6 +544,25 @@ def test_tails_and_layers_are_those_of_each_kind(monkeypatch):
     assert maps[:2] + maps[-2:] == [(k, name) for k in kinds for name in ("mean", "shape")]
 
 
+def test_the_shapes_of_layers_are_those_of_the_last_step():
+    """Earlier steps have the pooled shapes alone; a layer of too few elements has none."""
+
+    def shape(step, layer, c):
+        numbers = {"n": 333, "c": c, "c_low": c - 0.01, "c_high": c + 0.01}
+        return {"kind": "gradient", "step": step, "layer": layer} | numbers
+
+    tails = [shape(10, "pooled", 0.111), shape(10, "normalised", 0.222)]
+    tails += [shape(90, "pooled", 0.333), shape(90, "wide", 0.444), shape(90, "few", np.nan)]
+    source = open_source({"wide": np.ones(5), "few": np.ones(5)})
+    m = SimpleNamespace(source=source, kinds=["gradient"], shown=[10, 90], peaks=[], tails=tails)
+    # of so few elements there is no figure
+    shown = sections._tail(m, {"gradient, step 90": sketch(np.ones(9))})
+    by_layer = shown.partition("Tail shape by layer")[2]
+    assert "top tenth at step 90" in by_layer
+    assert {*re.findall(r"0\.(?:111|222|333|444)", by_layer)} == {"0.333", "0.444"}
+    assert ("wide" in by_layer, "few<" in by_layer) == (True, False)
+
+
 def test_a_trace_of_an_older_kind_says_what_was_kept(tmp_path):
     """Of 620 elements and a ratio of 0.1, of which 124 were kept: twice k."""
     create_trace(tmp_path / "run.zarr", LAYERS, metadata={"ratio": 0.1})

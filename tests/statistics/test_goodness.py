@@ -21,6 +21,7 @@ from gradstats.statistics.goodness import (
     goodness,
     tail_distances,
 )
+from gradstats.statistics.laws import LAWS
 from gradstats.statistics.laws.choice import solvers
 from gradstats.statistics.solution import FitError, Reason
 from gradstats.statistics.tails import tail_test, widened
@@ -342,6 +343,30 @@ def test_what_a_test_of_the_tail_sees():
     wide = widened(test, 1.5, 16.0)
     assert np.sqrt(1 + wide.visible) - 1 == pytest.approx(4 * (np.sqrt(1 + test.visible) - 1))
     assert wide.p_value > tail_test(fitted, 0.01, 200, 1.5).p_value
+
+
+@pytest.mark.parametrize("zeros", [0, 20_000])
+def test_a_test_of_the_tail_doubts_parameters_that_are_not_of_the_likelihood(zeros):
+    """By the errors of its parameters, each times how fast ln k̂ changes with it; those of the likelihood have none."""
+    z95, z80, ratio, k = stats.norm.isf(0.025), stats.norm.ppf(0.8), 0.01, 400
+    x = np.append(np.random.default_rng(2).laplace(size=40_000), np.zeros(zeros))
+    for model, method in (("laplace", "closed"), ("dgamma", "closed"), ("double_genpareto", "pwm")):
+        fitted = fit(x, model, method)
+        threshold, law, doubt = fitted.threshold(ratio), LAWS[model].magnitude, 0.0
+        for name, error in fitted.stderr.items():
+            low, high = (
+                law.logsf(threshold, **dict(fitted.params) | {name: fitted.params[name] + step})
+                for step in (-1e-3 * error, 1e-3 * error)
+            )
+            doubt += abs(high - low) / 2e-3
+        assert doubt > 0.01
+        if fitted.is_likelihood:
+            doubt = 0.0
+        deviation = math.sqrt((1 - ratio) / k + doubt**2) / 2
+        test = tail_test(fitted, ratio, k, 1.2)
+        assert test.visible == pytest.approx((1 + (z95 + z80) * deviation) ** 2 - 1, rel=0.01)
+        p = 2 * stats.norm.sf((math.sqrt(1.2) - 1) / deviation)
+        assert test.p_value == pytest.approx(p, rel=0.05), model
 
 
 def test_a_law_that_ends_at_its_threshold_is_not_judged():

@@ -377,6 +377,18 @@ class TestChoice:
         assert wider == pytest.approx(math.sqrt(2), rel=0.1)
         assert choice_halves_are_disjoint(as_magnitudes(x))
 
+    def test_candidates_have_the_excesses_of_both_halves_and_tests_those_of_one(self):
+        x = pareto(0.2, 20_000)
+        choice = choose_threshold(x, [0.5, 0.1, 0.02], replicates=40, size=300, splits=1)
+        assert [c.ratio for c in choice.candidates] == [0.5, 0.1, 0.02]
+        for c in choice.candidates:
+            assert c.n == np.count_nonzero(np.abs(x) > c.threshold)
+            assert c.n == pytest.approx(c.ratio * x.size, rel=1e-3)
+        *most, last = choice.candidates
+        assert {c.tested for c in most} == {300}
+        # a random half of 400
+        assert last.tested == pytest.approx(last.n / 2, abs=5 * math.sqrt(last.n) / 2)
+
     def test_is_repeatable_and_reports_progress(self):
         x = pareto(0.1, 20_000)
         ticks = []

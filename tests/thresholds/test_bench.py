@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,6 +128,35 @@ def test_quartiles_and_the_best_are_around_the_median(records):
     assert any(r["streams_mean"] % 1 for r in records)
 
 
+@pytest.mark.parametrize("numel", [1000, 1 << 19])
+@pytest.mark.parametrize("cold", [False, True])
+def test_seconds_are_of_one_run_also_where_several_are_timed_together(numel, cold, monkeypatch):
+    """By a clock that goes on by 3 in each run of a rule, and by 1 from one look at it to the next."""
+    now, calls = [0.0], []
+
+    def look():
+        now[0] += 1
+        return now[0]
+
+    def rule(x, k):
+        now[0] += 3
+        calls.append(k)
+        return 2 * k
+
+    clock = SimpleNamespace(perf_counter=look, sleep=lambda seconds: None)
+    monkeypatch.setattr("gradstats.thresholds.bench.time", clock)
+    monkeypatch.setattr("gradstats.thresholds.bench.REFERENCES", {"torch.topk": rule})
+    (record,) = bench([numel], [0.1], estimators=[], threads=[1], repeats=2, cold=cold)
+    # a round that warms up, and two
+    together, rest = divmod(len(calls), 3)
+    assert (rest, together > 1) == (0, numel == 1000 and not cold)
+    assert record["seconds"] == record["seconds_best"] == pytest.approx(3 + 1 / together)
+    # of a read of the data the clock sees only the look at it
+    assert record["streams"] == record["streams_mean"] == pytest.approx(3 * together + 1)
+    assert record["rounds"] == pytest.approx([3 * together + 1] * 2)
+    assert (record["quality"], record["speedup"]) == (2, 1)
+
+
 def test_memory_is_in_sizes_of_the_gradient():
     for dtype in (torch.float32, torch.float64):
         case = _Case("own", [[torch.zeros(100_000, dtype=dtype), torch.zeros(50_000, dtype=dtype)]])
@@ -200,6 +230,48 @@ def test_two_versions_are_run_in_turns(tmp_path, monkeypatch):
         alternated(tmp_path, ["--tail", "none"], 1)
     with pytest.raises(InputError, match="holds no package gradstats"):
         alternated(tmp_path / "gradstats", options, 1)
+
+
+OPTIONS = {
+    "--numel": 77,
+    "--tail": "laplace",
+    "--layout": "resnet8-cifar16",
+    "--ratio": 0.25,
+    "--estimator": "dgc",
+    "--threads": 2,
+    "--step": 3,
+    "--rank": 1,
+    "--kind": "update",
+}
+SWITCHES = ("--per-layer", "--published", "--cold", "--no-references")
+
+
+def test_another_version_is_asked_for_the_same(tmp_path, monkeypatch):
+    """Each option goes to both versions, and none that was not given."""
+    asked = []
+
+    def alternate(other, arguments, repeats, on_progress):
+        asked.append((other, arguments, repeats))
+        return [timed([1.0])], [timed([1.0])]
+
+    monkeypatch.setattr(changes, "alternated", alternate)
+    source, compare = tmp_path / "g.npy", ("--compare", tmp_path, "--repeats", 4)
+
+    def of(*options):
+        assert run("bench", *options, *compare).returncode == 0
+        other, arguments, repeats = asked.pop()
+        assert (other, repeats) == (tmp_path, 4)
+        return arguments
+
+    assert of() == []
+    assert of(source) == [str(source)]
+    for name, value in OPTIONS.items():
+        assert of(source, name, value) == [str(source), name, str(value)]
+    for name in SWITCHES:
+        assert of(source, name) == [str(source), name]
+    assert of("--ratio", 0.1, "--ratio", 0.01, "--cold") == [
+        *("--ratio", "0.1", "--ratio", "0.01", "--cold")
+    ]
 
 
 def test_the_command_times_sources_and_layouts_and_compares(tmp_path):

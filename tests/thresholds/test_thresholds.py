@@ -107,6 +107,18 @@ def test_the_seed_is_zero_if_none_is_given():
     assert DGC().estimate(x, 0.01) == DGC(seed=0).estimate(x, 0.01)
 
 
+@pytest.mark.parametrize(("sample_ratio", "run"), [(0.3, 3), (0.4, 2), (0.7, 1), (0.05, 20)])
+def test_dgc_asks_of_its_sample_what_it_is_a_share_of(sample_ratio, run):
+    """One of each run of elements is drawn, so that the sample is a whole-numbered share: ⅓ for 0.3."""
+    x = np.random.default_rng(3).laplace(size=60_000).astype(np.float32)
+    rule, k = DGC(sample_ratio, tolerance=math.inf, seed=2), 6000
+    found = [rule.select(x, k / x.size) for _ in range(25)]
+    assert {estimate.details["sample"] for estimate, _ in found} == {x.size // run}
+    kept = np.mean([len(selection) for _, selection in found]) / k
+    # four deviations of the mean of 25 binomial counts
+    assert abs(kept - 1) <= 4 * math.sqrt((run - 1) / k / 25) + 1e-9
+
+
 def test_dgc_draws_its_one_element_at_random():
     x = np.arange(1, 51, dtype=np.float32)  # half of a run of a hundred
     rules = [DGC(seed=seed, tolerance=math.inf) for seed in range(60)]
