@@ -146,7 +146,7 @@ def test_each_rank_is_rounded_and_the_sum_compared_with_the_exact_one():
 
 
 def test_what_is_counted_of_a_sum_is_what_happened_on_any_rank():
-    """One rank sends all of numbers that are too large, the other some of numbers that are too small."""
+    """One rank sends numbers that are too large, the other a few that are too small."""
     large, small = gradient(1000) * np.float32(1e6), gradient(1000, 1) * np.float32(1e-9)
     large[[3, 500, 999]] = math.nan, math.inf, -math.inf
     small[:300], small[700] = 0, math.nan

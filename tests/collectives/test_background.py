@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def test_headers_say_the_step_in_which_an_exchange_was_asked_for():
-    """Also in another thread, and where it begins when the training is further on: no ranks are mixed up."""
+    """Also in another thread, and where it begins when the training is further on."""
     background, free = Background(), threading.Event()
     first = background.submit(free.wait, CPU)  # keeps the thread
     asked = []

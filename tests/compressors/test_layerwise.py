@@ -284,7 +284,7 @@ def test_lags_counts_what_is_sent_whole_and_begins_after_the_first_step(one_rank
 
 @distributed
 def test_a_step_that_is_taken_back_was_measured_all_the_same(one_rank):
-    """The network is no other for it; a checkpoint is read elsewhere, and measures anew until a way is chosen."""
+    """The network is no other for it; a checkpoint may be read where it is another."""
     compressor = LAGS(0.6, calibrate=2, merge=0)
     layers = [("b", slice(600, 1000)), ("a", slice(0, 600))]
 

@@ -107,7 +107,7 @@ def test_a_discarded_step_leaves_no_bit():
 @pytest.mark.filterwarnings("error")  # such as the one of an update that no optimizer took
 @pytest.mark.parametrize("applied", [False, True])
 def test_a_checkpoint_leaves_no_exchange_to_take_back(one_rank, applied):
-    """The exchange before it was loaded is of a training that nobody goes on with, applied or not."""
+    """The exchange before it is of a training that nobody goes on with, applied or not."""
     torch.manual_seed(0)
     net = torch.nn.Linear(30, 20)
     ddp, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), 0.1)
@@ -242,7 +242,7 @@ def test_one_step_takes_gradients_of_sparse_embeddings(one_rank):
 
 
 def test_sparse_gradients_that_are_averaged_are_in_the_bytes_of_every_step(one_rank):
-    """As many as those of the same table as a dense gradient; also of a step that is refused after they went."""
+    """As many as those of the same table as a dense gradient, also where the step is refused."""
     sent = {}
     for sparse in (True, False):
         torch.manual_seed(0)

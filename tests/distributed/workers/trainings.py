@@ -253,7 +253,8 @@ class Heads(nn.Module):
 def unused(rank, world, memory, view):
     """All that backpropagation gave is applied or kept, when parameters are not used by any rank in some steps.
 
-    Beside it the tensors of the memory, of all kinds: which changed of a parameter that no rank used, and which stayed.
+    Beside it, of the parameters that no rank used: which tensors of their memory changed, and
+    which stayed.
     """
     net = Heads()
     ddp = DDP(net, find_unused_parameters=True, gradient_as_bucket_view=view)
