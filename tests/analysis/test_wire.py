@@ -145,6 +145,25 @@ def test_each_rank_is_rounded_and_the_sum_compared_with_the_exact_one():
             assert each["worst"] == pytest.approx(max(s["error"] for s in sums), rel=1e-9)
 
 
+def test_what_is_counted_of_a_sum_is_what_happened_on_any_rank():
+    """One rank sends numbers that are too large, the other a few that are too small."""
+    large, small = gradient(1000) * np.float32(1e6), gradient(1000, 1) * np.float32(1e-9)
+    large[[3, 500, 999]] = math.nan, math.inf, -math.inf
+    small[:300], small[700] = 0, math.nan
+    chosen = gradstats.select(small, gradstats.threshold(small, 0.05))
+    ranks = [Message(large), Message(small, selection=chosen)]
+    *each, whole = measure(Way(FORMATS["fp16"], "none", "nearest", 0), ranks, 0)
+    assert ([m.nonfinite for m in each], whole.nonfinite) == ([3, 1], 4)
+    assert each[0].saturated > 0.8
+    assert each[1].zeros > 0.8
+    counts = 997, len(chosen)
+    for name in ("zeros", "saturated"):
+        both = sum(n * getattr(m, name) for n, m in zip(counts, each, strict=True))
+        assert getattr(whole, name) == pytest.approx(both / sum(counts))
+    assert whole.bits == (each[0].bits + each[1].bits) / 2 != each[0].bits
+    assert (whole.ranks, whole.numel) == (2, 1000)
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp16"])
 def test_beside_a_threshold(name):
     x = gradient(CHUNK + 5000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,6 +64,43 @@ def test_a_training_learns_and_is_what_its_seed_says(name, monkeypatch):
     with torch.no_grad():
         again = [float(task.loss(task.model, step)) for step in range(3)]
     assert np.mean(again) < share * np.mean(losses[:3])
+
+
+def test_a_pass_over_a_text_shows_each_window_once_over_all_ranks():
+    count, context, size, nproc = 23, 4, 2, 3
+    windows = gpt._Windows(torch.arange(count * context + 3), context)
+    assert windows.rows[1].tolist() == [4, 5, 6, 7, 8]  # the next one begins with its last word
+    config = SimpleNamespace(nproc=nproc, seed=5)
+    per_pass = count // (size * nproc)
+    orders = []
+    for first in (0, per_pass):
+        shown = [
+            windows.batch(config, rank, size, step)[:, 0].tolist()
+            for step in range(first, first + per_pass)
+            for rank in range(nproc)
+        ]
+        assert {len(each) for each in shown} == {size}
+        orders.append([start // context for each in shown for start in each])
+        assert len(set(orders[-1])) == len(orders[-1]) == 18
+        assert set(orders[-1]) <= set(range(count))
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("batch_size", [64, 20])  # the last of the batches has four windows
+def test_perplexity_is_of_all_windows_however_they_are_cut(batch_size):
+    config, _ = task_of("moe-pydoc", batch_size=batch_size)
+    torch.manual_seed(1)
+    model = torch.nn.Embedding(100, 100)  # scores of the next word, by the word before
+    torch.nn.init.normal_(model.weight, std=3.0)
+    context = gpt.size_of(config).context
+    unseen = torch.randint(100, (70 * context + 1,))
+    unseen[60 * context :] = 0  # the last windows are unlike the others
+    text = torch.arange(200 * context) % 100
+    task = gpt.text_task(config, 0, model, text, unseen)
+    words = unseen[: 64 * context + 1]
+    with torch.no_grad():
+        expected = F.cross_entropy(model(words[:-1]), words[1:]).exp()
+    assert task.evaluate(model)["perplexity"] == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_experts_that_no_word_chose_have_gradients_of_zero():

@@ -20,9 +20,10 @@ from support.every import every
 from support.programs import program
 from support.traces import assert_same_sketch
 
-from capture.workloads import WORKLOADS, RunConfig, RunResult, run, workload_info
+from capture.workloads import WORKLOADS, RunConfig, RunResult, run, training, workload_info
 from capture.workloads.images import load_cifar10, load_digits
 from capture.workloads.launch import RunFailedError
+from capture.workloads.optimizers import make_optimizers
 from capture.workloads.text import load_ptb, load_pydoc, words_to_ids
 from capture.workloads.training import thread_count
 from gradstats import open_trace
@@ -205,7 +206,6 @@ def test_settings_that_an_optimizer_brings(settings, expected):
 
 def test_what_muon_takes():
     from capture.workloads.networks import small_resnet
-    from capture.workloads.optimizers import make_optimizers
 
     def shapes(model, **settings):
         config = RunConfig(**DIGITS | {"optimizer": "muon"} | settings)
@@ -228,6 +228,28 @@ def test_what_muon_takes():
     hidden, rest = shapes(images)
     assert hidden == [(10, 64)]  # the output layer: a convolution's kernel is no matrix
     assert sum(map(np.prod, hidden + rest)) == sum(p.numel() for p in images.parameters())
+
+
+def test_every_optimizer_follows_the_learning_rate(one_rank, monkeypatch):
+    """Muon comes with AdamW for what is no matrix."""
+    config = RunConfig(**DIGITS | {"nproc": 1, "batch_size": 2, "compressor": "none"})
+    config = config.replace(optimizer="muon", steps=4, lr_warm_up=3, evaluate=False)
+    rates = {}
+
+    def make(config, model):
+        made = make_optimizers(config, model)
+        for each in made:
+            rates[type(each).__name__] = seen = []
+            each.register_step_post_hook(
+                lambda o, *_, seen=seen: seen.append([g["lr"] for g in o.param_groups])
+            )
+        return made
+
+    monkeypatch.setattr(training, "make_optimizers", make)
+    training._train(config)
+    expected = [[config.learning_rate_at(step)] for step in range(4)]
+    assert len({rate for (rate,) in expected}) == 4
+    assert rates == {"Muon": expected, "AdamW": expected}
 
 
 @pytest.mark.distributed
@@ -580,9 +602,10 @@ def test_demo_from_a_to_z(tmp_path):
     "workload", [{"workload": "resnet20-digits"}, {"workload": "gpt-pydoc", "size": "0.1M"}]
 )
 def test_a_sharded_run_trains_as_ddp_and_is_captured(tmp_path, workload):
-    settings = {**workload, "steps": 3, "batch_size": 8, "every": 1}
-    dense = run(RunConfig(**settings, compressor="none", evaluate=False))
-    path = tmp_path / "fsdp.zarr"
+    # what is captured of either is not clipped
+    settings = {**workload, "steps": 3, "batch_size": 8, "every": 1, "clip": 0.01}
+    whole, path = tmp_path / "ddp.zarr", tmp_path / "fsdp.zarr"
+    dense = run(RunConfig(**settings, compressor="none", evaluate=False, out=whole))
     sharded = run(RunConfig(**settings, compressor="none", parallel="fsdp", out=path))
     assert sharded.losses == pytest.approx(dense.losses, rel=1e-3)
     assert sharded.numel == dense.numel
@@ -590,6 +613,11 @@ def test_a_sharded_run_trains_as_ddp_and_is_captured(tmp_path, workload):
     trace = open_trace(path)
     assert (trace.ranks, trace.shard_ranks(0), trace.steps()) == ([0], [0, 1], [0, 1, 2])
     assert trace.attrs["parallel"] == "fsdp"
+    each_rank = open_trace(whole)
+    for step in trace.steps():
+        mean = (each_rank.read(step, rank=0) + each_rank.read(step, rank=1)) / 2
+        off = np.linalg.norm(trace.read(step) - mean) / np.linalg.norm(mean)
+        assert off < 0.01 < 10 * settings["clip"] < np.linalg.norm(mean)
 
 
 def listening(ports):

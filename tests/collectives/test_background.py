@@ -10,10 +10,29 @@ import pytest
 import torch
 
 from gradstats.collectives import background
-from gradstats.collectives.background import Background
+from gradstats.collectives.background import Background, at_once
+from gradstats.collectives.header import Header, Kind, Moment, at_moment, moment
 from gradstats.compressors import Layerwise, make_selector
 
 CPU = torch.device("cpu")
+
+
+def test_headers_say_the_step_in_which_an_exchange_was_asked_for():
+    """Also in another thread, and where it begins when the training is further on."""
+    background, free = Background(), threading.Event()
+    first = background.submit(free.wait, CPU)  # keeps the thread
+    asked = []
+    for step in (3, 4):
+        with at_moment(Moment(step, {"ratio": f"0.{step}"})):
+            asked.append((moment(), background.submit(lambda: Header.now(Kind.FLAGS), CPU)))
+            assert at_once(lambda: Header.now(Kind.FLAGS)).result().step == step
+    free.set()
+    assert first.result()
+    headers = [pending.result() for _, pending in asked]
+    assert [header.step for header in headers] == [3, 4]
+    assert [header.details for header in headers] == [at.digest for at, _ in asked]
+    assert headers[0].details != headers[1].details
+    background.shutdown()
 
 
 class Stream:

@@ -283,6 +283,34 @@ def test_lags_counts_what_is_sent_whole_and_begins_after_the_first_step(one_rank
 
 
 @distributed
+def test_a_step_that_is_taken_back_was_measured_all_the_same(one_rank):
+    """The network is no other for it; a checkpoint may be read where it is another."""
+    compressor = LAGS(0.6, calibrate=2, merge=0)
+    layers = [("b", slice(600, 1000)), ("a", slice(0, 600))]
+
+    def step():
+        corrected = torch.randn(1000)
+        for layer in layers:
+            compressor.push(corrected, [layer], None)
+        compressor.reduce(corrected, None)
+
+    for _ in range(compressor.settling):
+        before = compressor.state_dict()
+        step()
+        compressor.rewind(before)
+    assert [d.layers for d in compressor.deliveries] == [("b",), ("a",)]
+    assert compressor.measured
+    assert compressor.costs is not None
+    ratios, whole = dict(compressor.ratios), compressor.whole
+    assert ratios.keys() == {"b", "a"}
+    compressor.load_state_dict(compressor.state_dict())
+    assert (compressor.ratios, compressor.whole) == (ratios, whole)
+    assert (compressor.deliveries, compressor.measured, compressor.costs) == ([], [], None)
+    step()
+    assert (compressor.ratios, compressor.deliveries) == (ratios, [])
+
+
+@distributed
 def test_one_message_for_all_layers_carries_the_flag_that_came_with_them(one_rank):
     compressor = LAGS(0.1, adaptive=False)
     compressor.whole, compressor.ratios = True, {"b": 0.1, "a": 0.1}

@@ -10,11 +10,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from support.every import every
+from torch.utils._pytree import tree_map
 from workers import systems as cases
 
 from gradstats import thresholds as rules
 from gradstats.collectives.codec import INDICES, Codec
 from gradstats.collectives.header import HEADER_BYTES
+from gradstats.compressors import COMPRESSORS, make_compressor
 from gradstats.compressors.cltk import CLTk
 from gradstats.compressors.micro import MiCRO, partition
 from gradstats.compressors.randomk import RandomK
@@ -23,6 +25,7 @@ from gradstats.compressors.selectors import TopK
 from gradstats.compressors.shared import GlobalHistogram
 from gradstats.compressors.sparse import SparseCompressor
 from gradstats.errors import ExchangeError, InputError
+from gradstats.hooks.checkpoint import pack_state, unpack_state
 
 WORLDS = [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)]
 few_worlds = pytest.mark.parametrize("world", [1, 2, 3])
@@ -457,3 +460,31 @@ def test_a_common_threshold_of_few_elements_keeps_k(one_rank, ratio):
     reduced = GlobalHistogram(ratio).reduce(x.clone(), None)
     assert reduced.selected == round(ratio * x.numel())
     assert torch.equal(reduced.residual, torch.where(x > 2.0 ** (49 - 100 * ratio), 0, x))
+
+
+@pytest.mark.parametrize("name", [*(n for n in COMPRESSORS if n != "none"), "global histogram"])
+def test_what_was_loaded_is_saved_again_as_it_was(one_rank, name):
+    """Capacities of messages, too: after a restart all ranks make the room that they had."""
+
+    def made():
+        if name == "global histogram":
+            return GlobalHistogram(0.05)
+        return make_compressor(name, 0.05)
+
+    one, again = made(), made()
+    for seed in range(3):
+        one.reduce(torch.randn(3000, generator=torch.Generator().manual_seed(seed)), None)
+    saved = unpack_state(pack_state(one.state_dict()), "compressor")
+    again.load_state_dict(saved)
+    first = readable(again.state_dict())
+    assert first == readable(saved)
+    # nor does it depend on what the one that loads it has done before
+    for _ in range(2):
+        again.reduce(100 * torch.ones(3000), None)
+    again.load_state_dict(saved)
+    assert readable(again.state_dict()) == first
+
+
+def readable(state):
+    """Return a state whose tensors are lists, which == compares."""
+    return tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, state)

@@ -17,6 +17,7 @@ from gradstats.explorer import data
 from gradstats.explorer.data import DRAWN, RANKS, fitted, gather, needs_elements, payload
 from gradstats.statistics.laws import LAWS
 from gradstats.thresholds import ESTIMATORS
+from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import Subset, TraceSource, open_source
 
 RESNET = DATA / "resnet20.zarr"
@@ -173,6 +174,29 @@ def test_steps_are_thinned_beyond_a_size_and_the_page_says_so(tmp_path):
     kept = unpacked(thin["series"][0]["arrays"]["norm"])
     rows = [whole["series"][0]["steps"].index(step) for step in steps]
     assert (kept == unpacked(whole["series"][0]["arrays"]["norm"])[rows]).all()
+
+
+def test_losses_are_of_each_rank_and_of_the_steps_that_are_left(tmp_path):
+    path, steps = tmp_path / "run.zarr", range(0, 100, 5)
+    create_trace(path, [Layer("w", 0, (50,))], world_size=2)
+    losses = {(rank, step): 1000.0 * rank + step for rank in (0, 1) for step in steps}
+    losses[1, 95] = np.nan  # nobody said it
+    for rank in (0, 1):
+        writer, rng = TraceWriter(path, rank), np.random.default_rng(rank)
+        for step in steps:
+            gradients = {"gradient": rng.normal(size=50).astype(np.float32)}
+            writer.append(step, gradients, loss=losses[rank, step])
+        writer.close()
+    several = gathered(path, rules=("exact",), models=["laplace"])
+    whole = json.loads(payload(several, RATIOS))
+    thin = json.loads(payload(several, RATIOS, most=len(json.dumps(whole["series"])) // 3))
+    for found, most in ((whole, 20), (thin, 8)):
+        assert [s["rank"] for s in found["series"]] == [0, 1]
+        for s in found["series"]:
+            assert 1 < len(s["steps"]) <= most
+            expected = [losses[s["rank"], step] for step in s["steps"]]
+            assert s["losses"] == [loss if loss == loss else None for loss in expected]
+        assert found["series"][1]["losses"][-1] is None
 
 
 def spiked(path, steps=90, layers=6):

@@ -104,6 +104,41 @@ def test_a_discarded_step_leaves_no_bit():
         assert same == dict.fromkeys(same, True)
 
 
+@pytest.mark.filterwarnings("error")  # such as the one of an update that no optimizer took
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_checkpoint_leaves_no_exchange_to_take_back(one_rank, applied):
+    """The exchange before it is of a training that nobody goes on with, applied or not."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(30, 20)
+    ddp, optimizer = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), 0.1)
+    state = CompressionState(TopK(0.1), named_parameters=net.named_parameters())
+    ddp.register_comm_hook(state, compression_hook)
+
+    def exchange(step):
+        optimizer.zero_grad()
+        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(step))
+        ddp(x).square().sum().backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    exchange(0)
+    optimizer.step()
+    weights, saved = copy.deepcopy(net.state_dict()), state.state_dict()
+    expected = exchange(1)
+    optimizer.step()
+    exchange(2)
+    if applied:
+        optimizer.step()
+    net.load_state_dict(weights)
+    state.load_state_dict(saved)
+    if applied:
+        state.discard()
+    again = state.state_dict()
+    assert again["rank0"]["contents"] == saved["rank0"]["contents"]
+    assert (state.step, state.last) == (1, None)
+    assert all(map(torch.equal, exchange(1), expected))
+    assert state.step == 2
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_discards_what_it_skips_for_another_model_alone(fused, apart):
@@ -204,6 +239,33 @@ def test_one_step_takes_gradients_of_sparse_embeddings(one_rank):
                 optimizer.step()
         found.append(net.weight.detach().clone())
     assert torch.equal(*found)
+
+
+def test_sparse_gradients_that_are_averaged_are_in_the_bytes_of_every_step(one_rank):
+    """As many as those of the same table as a dense gradient, also where the step is refused."""
+    sent = {}
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Embedding(50, 4, sparse=sparse), torch.nn.Linear(4, 30))
+        ddp = DistributedDataParallel(net)
+        state = CompressionState(
+            TopK(0.25),
+            named_parameters=net.named_parameters(),
+            exclude=["0.weight"],
+            nonfinite="skip",
+        )
+        ddp.register_comm_hook(state, compression_hook)
+        sent[sparse] = []
+        for factor in (1.0, float("nan"), 2.0):
+            net.zero_grad()
+            (factor * ddp(torch.tensor([1, 3, 3])).square().sum()).backward()
+            assert bool(state.last.problem) == (factor != factor)
+            sent[sparse].append(state.last.bytes_sent)
+    table = 4 * 50 * 4
+    assert sent[True][::2] == sent[False][::2]
+    assert min(sent[True][::2]) > table
+    # the table's mean travels by itself, before anybody knows that the step is refused
+    assert sent[True][1] - sent[False][1] == table
 
 
 def test_a_closure_takes_its_updates():

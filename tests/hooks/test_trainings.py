@@ -102,9 +102,17 @@ def test_channels_last_keeps_every_element_in_its_place():
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("memory", ["feedback", "momentum"])
 def test_parameters_that_no_rank_used_lose_nothing(memory, view):
-    for lost in run_cases(2, trainings.unused, UNUSED)[memory, view]:
+    weights, biases = ([f"heads.{i}.{name}" for i in (0, 1)] for name in ("weight", "bias"))
+    kinds = {"memory residual": weights}  # all of a bias may be sent, and leave nothing
+    if memory == "momentum":
+        # what has accumulated as well as the velocity, and the velocity of what is averaged densely
+        kinds = {"memory velocity": weights, "memory accumulated": weights}
+        kinds["dense_memory velocity"] = biases
+    for lost, changed, stayed in run_cases(2, trainings.unused, UNUSED)[memory, view]:
         assert len(lost) == (6 if memory == "feedback" else 0)
         assert max(lost.values(), default=0) < 1e-6
+        assert changed == set()
+        assert stayed >= {(kind, name) for kind, names in kinds.items() for name in names}
 
 
 def test_one_state_on_two_models_is_refused():

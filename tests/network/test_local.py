@@ -181,12 +181,14 @@ def test_two_trainings_differ_by_more_than_their_steps():
 
 
 def test_the_slower_direction_of_a_link_decides():
-    both = plan(ZEROS, LINK, COMPUTE, [4], [0.01], ["topk"], rates=[(RATE // 8, RATE), RATE // 8])
-    asymmetric, symmetric = both[:2], both[2:]
-    assert {(r["up"], r["down"], r["rate"]) for r in asymmetric} == {(125, 1000, 125)}
+    rates = [(RATE // 8, RATE), (RATE, RATE // 8), RATE // 8]
+    records = plan(ZEROS, LINK, COMPUTE, [4], [0.01], ["topk"], rates=rates)
+    slow_up, slow_down, symmetric = records[:2], records[2:4], records[4:]
+    assert {(r["up"], r["down"], r["rate"]) for r in slow_up} == {(125, 1000, 125)}
+    assert {(r["up"], r["down"], r["rate"]) for r in slow_down} == {(1000, 125, 125)}
     assert {(r["up"], r["down"], r["rate"]) for r in symmetric} == {(125, 125, 125)}
-    for one, other in zip(asymmetric, symmetric, strict=True):
-        assert one["seconds"] == other["seconds"]
+    for one, other, third in zip(slow_up, slow_down, symmetric, strict=True):
+        assert one["seconds"] == other["seconds"] == third["seconds"]
 
 
 @every(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 from ranks import run_ranks
 from support.every import every
@@ -17,9 +18,9 @@ from support.installed import files_of
 from support.programs import program as started
 from workers import network as cases
 
-from gradstats.compressors import COMPRESSORS
+from gradstats.compressors import COMPRESSORS, Reduced
 from gradstats.errors import InputError
-from gradstats.network import ALGORITHMS, Network, exchange
+from gradstats.network import ALGORITHMS, Network, exchange, measure
 from gradstats.network import __main__ as program
 
 pytestmark = pytest.mark.distributed
@@ -57,6 +58,28 @@ def test_a_hop_is_a_part_of_the_way_around_the_ring():
     for seconds in run_ranks(3, cases.of_a_second):
         assert seconds.pop("hop") == {0.5}
         assert set().union(*seconds.values()) == {1.0}
+
+
+def test_the_step_that_finds_a_threshold_is_not_among_those_timed(monkeypatch):
+    """Of each size and repeat what the rule itself says that it took, from the second step on."""
+
+    class Slow:
+        def __init__(self):
+            self.steps = 0
+
+        def reduce(self, gradient, group):
+            self.steps += 1
+            gradient.zero_()  # as compressors may
+            return Reduced([0], select_seconds=1000.0 * gradient.numel() + self.steps)
+
+    monkeypatch.setattr(measure, "compressing", lambda name, ratio: Slow())
+    monkeypatch.setattr(measure, "_slowest", lambda seconds, group, device: list(seconds))
+    gradients = [torch.ones(3), torch.ones(5)]
+    assert measure._selecting("topk", 0.1, gradients, 3, None) == [
+        [3002, 3003, 3004],
+        [5002, 5003, 5004],
+    ]
+    assert all(bool(gradient.all()) for gradient in gradients)
 
 
 def test_messages_have_the_size_that_is_written_down():

@@ -23,6 +23,7 @@ from workers import layerwise
 import gradstats
 from gradstats import plots
 from gradstats.collectives import Codec
+from gradstats.collectives.codec import PLAIN
 from gradstats.compressors import COMPRESSORS, Compressor
 from gradstats.errors import InputError
 from gradstats.network import (
@@ -37,6 +38,7 @@ from gradstats.network import (
     layer_ratios,
     plan,
     prediction,
+    senders,
     simulate,
 )
 from gradstats.network.rates import format_rate, parse_rate
@@ -386,6 +388,26 @@ def test_a_stated_rate_is_a_network_of_that_rate():
     for a, b in zip(stated, built, strict=True):
         assert a | {"layers": None} == pytest.approx(b | {"layers": None}, nan_ok=True)
     assert stated[0]["rate"] == 300
+
+
+def test_without_its_codec_a_compressor_sends_the_same_elements():
+    """What a codec saves would else be mixed up with what a rule keeps too much or too little."""
+    layers, codec = [LayerTime("w", 20_000, 1e-3)], Codec("rice", "int8")
+    for selected in (60, 200, 900):  # of 200 that were asked for
+        options = {"name": "sidco-e", "ratio": 0.01, "world": 2}
+        coded, plain = (
+            senders.OneMessage(
+                **options,
+                layers=layers,
+                forward=0.0,
+                codec=each,
+                exchange=exchange("sidco-e", 20_000, 0.01, 2, selected=selected, codec=each),
+            )
+            for each in (codec, PLAIN)
+        )
+        assert coded.plain() == plain
+        assert coded.exchange.bytes_sent < plain.exchange.bytes_sent
+        assert coded.plain().exchange.selected == selected
 
 
 def test_sent_counts_and_unions_come_from_the_trace(tmp_path):

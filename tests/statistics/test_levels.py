@@ -115,6 +115,25 @@ def test_a_bound_is_told_from_a_level():
     assert 2 * row.c_low - row.c < 0 < 2 * row.c_high - row.c
 
 
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_part_without_the_largest_level_has_no_bound(bounded):
+    """Of magnitudes that were clipped at 4, those of 1 and 2 alone were not."""
+    levels = np.array([1.0, 2.0, 4.0])
+    m = Levels.of(levels, levels, np.array([50.0, 30.0, 20.0]), bounded)
+    for weight, kept in (([5, 3, 2], levels), ([0, 0, 1], [4.0]), ([0, 3, 0], [2.0])):
+        part = m.part(np.array(weight, float))
+        assert part.left.tolist() == list(kept)
+        assert part.bounded is (bounded and weight[-1] > 0)
+    rounded = m.rounded(np.array([0.9, 2.2, 2.4]))  # nearer to 2 than to 4
+    assert (rounded.left.tolist(), rounded.weight.tolist()) == ([1.0, 2.0], [1.0, 2.0])
+    assert rounded.bounded is False
+    assert m.rounded(np.array([1.0, 9.0])).bounded is bounded
+    # a few that were drawn may lack the largest level, and then know nothing of it
+    samples = [m.sample(3, np.random.default_rng(seed)) for seed in range(20)]
+    assert len({4.0 in one.left for one in samples}) == 2
+    assert all(one.bounded is (bounded and 4.0 in one.left) for one in samples)
+
+
 def test_levels_of_a_billion_magnitudes_are_drawn_and_scaled():
     levels = np.array([1.0, 2.0, 3.0])
     m = Levels.of(levels, levels, np.array([6e8, 3e8, 1e8]), True)

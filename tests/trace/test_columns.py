@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from gradstats.errors import TraceError
 from gradstats.hooks import Diagnosis, StepRecord
 from gradstats.trace import COMPRESSION, KINDS, TraceWriter, create_trace, open_trace
 from gradstats.trace.columns import COUNTS, OF_LAYERS, OF_RUN, OF_STEPS
+from gradstats.trace.record import together
 
 EXPECTED = {
     **dict.fromkeys(("zeros", "nonfinite", "target", "numel", "bytes_sent", "union"), 7.0),
@@ -40,6 +42,20 @@ def test_every_column_says_how_it_adds_up(column):
 def test_columns_are_what_compressors_record():
     known = {f.name for cls in (StepRecord, Diagnosis) for f in dataclasses.fields(cls)}
     assert {column.name for column in OF_STEPS} <= known
+
+
+def test_records_of_parts_of_a_model_add_up_and_have_no_threshold_in_common():
+    numbers = {"selected": 3, "numel": 100, "bytes_sent": 96, "target": 2, "union": 5}
+    numbers |= {"select_seconds": 0.25, "communicate_seconds": 1.0, "overlapped_seconds": 0.5}
+    one = StepRecord(4, 0.5, **numbers)
+    other = StepRecord(9, 0.5, **{name: 10 * n for name, n in numbers.items()}, problem="bad")
+    for parts in ([one, other], [other, one]):
+        whole = dataclasses.asdict(together(parts, 12))
+        # one number stands for no two thresholds, which may differ in the next step
+        assert math.isnan(whole.pop("threshold"))
+        expected = {name: 11 * n for name, n in numbers.items()}
+        assert whole == {"step": 12, **expected, "problem": "bad"}
+    assert together([one], 7) == dataclasses.replace(one, step=7)
 
 
 def test_a_trace_of_shards_has_the_whole_of_each(tmp_path):

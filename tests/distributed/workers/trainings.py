@@ -251,19 +251,35 @@ class Heads(nn.Module):
 
 
 def unused(rank, world, memory, view):
-    """All that backpropagation gave is applied or kept, when parameters are not used by any rank in some steps."""
+    """All that backpropagation gave is applied or kept, when parameters are not used by any rank in some steps.
+
+    Beside it, of the parameters that no rank used: which tensors of their memory changed, and
+    which stayed.
+    """
     net = Heads()
     ddp = DDP(net, find_unused_parameters=True, gradient_as_bucket_view=view)
-    keep = MomentumCorrection(0.5, masking=False) if memory == "momentum" else ErrorFeedback()
-    state = CompressionState(TopK(0.1), memory=keep, named_parameters=net.named_parameters())
+    # with a momentum the heads' biases are averaged densely: that memory is another one
+    keep, below = ErrorFeedback(), 0
+    if memory == "momentum":
+        keep, below = MomentumCorrection(0.5, masking=False), 4
+    state = CompressionState(
+        TopK(0.1), memory=keep, named_parameters=net.named_parameters(), dense_below=below
+    )
     ddp.register_comm_hook(state, compression_hook)
     given = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
     applied = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
+    changed, stayed = set(), set()
     for step in range(8):
         net.zero_grad()
         alone = copy.deepcopy(net)
         alone(inputs(rank, step), step % 2).square().mean().backward()
+        before = remembered(state)
         ddp(inputs(rank, step), step % 2).square().mean().backward()
+        for (kind, name), values in remembered(state).items():
+            # nobody can tell whether zeros stayed
+            if name.startswith(f"heads.{1 - step % 2}.") and before[kind, name].any():
+                same = torch.equal(values, before[kind, name])
+                (stayed if same else changed).add((kind, name))
         for (n, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
             if q.grad is not None:
                 given[n] += q.grad
@@ -279,7 +295,18 @@ def unused(rank, world, memory, view):
         dist.all_reduce(total)
         dist.all_reduce(rest)
         lost[name] = float((applied[name] * world + rest - total).abs().max())
-    return lost
+    return lost, changed, stayed
+
+
+def remembered(state):
+    """What a state remembers, compressed or densely averaged, by kind and parameter."""
+    content = state.content()
+    return {
+        (f"{part} {kind}", name): values
+        for part in ("memory", "dense_memory")
+        for kind, tensors in content[part].items()
+        for name, values in tensors.items()
+    }
 
 
 def two_models(rank, world):
