@@ -14,7 +14,7 @@ demo: .venv/.base
 test: .venv
 	$(PYTEST)
 
-# Before a commit: the tests without those that take more than six seconds of a core each.
+# Before a commit: most of the tests, in two thirds of the time.
 quick: .venv
 	$(PYTEST) -m "not slow"
 

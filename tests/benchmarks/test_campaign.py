@@ -28,6 +28,7 @@ def test_nothing_is_lost_false_or_raw(trials):
     process.join()
 
 
+@pytest.mark.slow
 def test_a_long_capture_is_flat(monkeypatch):
     monkeypatch.setitem(campaign.PARTS, "soak", campaign.Part("faults.soak.short", "", 1, 1))
     row = campaign.run("soak", range(1))

@@ -258,6 +258,7 @@ if trainer.global_rank == 0:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_lightning_in_half_precision_and_under_fsdp2(tmp_path):
     """Two trainings in ranks that are started for them; half precision is captured without the loss scale."""

@@ -334,6 +334,7 @@ def running(folder):
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("then", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_twice_leaves_nothing(lab, then, tmp_path):

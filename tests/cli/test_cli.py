@@ -684,6 +684,7 @@ def test_a_signal_while_python_ends_changes_nothing(tmp_path, ends, late):
     assert (done.returncode, done.stderr) == (code, f"gradstats: {said}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ctrl_c_ends_every_process_of_a_capture(tmp_path):
     out = tmp_path / "x.zarr"

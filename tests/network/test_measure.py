@@ -104,6 +104,7 @@ def test_nccl_needs_a_gpu_for_each_rank(monkeypatch, rank, gpus, enough):
             program._device(options)
 
 
+@pytest.mark.slow
 @every("name", COMPRESSORS)
 def test_a_measured_network_prices_every_system(name):
     network = networks()[0]

@@ -205,6 +205,7 @@ def test_unchanged_rows_are_seldom_called_slower_or_faster(noise):
     assert wrong <= 3  # of one expected at most: two deviations
 
 
+@pytest.mark.slow
 def test_two_versions_are_run_in_turns(tmp_path, monkeypatch):
     (tmp_path / "gradstats").mkdir()
     (tmp_path / "gradstats" / "__init__.py").touch()

@@ -186,6 +186,7 @@ def test_shards_that_are_not_a_whole_gradient_are_damage(tmp_path):
     assert np.array_equal(open_trace(path).read(1), gradient(1))
 
 
+@pytest.mark.slow
 def test_ranks_of_a_sharded_model_killed_at_a_random_moment(tmp_path):
     """What both had committed is there and true, whoever died first."""
     assert kills.shards(0, tmp_path) == "nothing lost"

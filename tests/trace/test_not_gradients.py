@@ -168,6 +168,7 @@ def test_files_take_the_memory_that_is_promised(tmp_path):
     assert opened < x.nbytes / 2
 
 
+@pytest.mark.slow
 def test_an_archive_that_unpacks_to_gigabytes_is_refused(tmp_path):
     header = {"descr": "<f4", "fortran_order": False, "shape": (300 << 20,)}
     with (
