@@ -306,12 +306,10 @@ def told(found: Sequence[Row]) -> str:
             within += statistics.fmean(above) + margin <= TOLERANCE
             beyond += statistics.fmean(above) - margin > TOLERANCE
         name = f"`{rule}`" if ratio == 1 else f"`{rule}` at {ratio:g}"
-        parts.append(
-            f"{name} was surely within in {within} of {len(every)} and surely beyond in {beyond}"
-        )
+        parts.append(f"{name} is within it in {within} of {len(every)} and beyond in {beyond}")
     return (
-        "A mean of three seeds is itself uncertain. By one-sided 95 % intervals (Student's t, 2 % of the dense loss) "
-        f"{'; '.join(parts)}; the rest is not told."
+        "A mean of three seeds is itself uncertain. Where its one-sided 95 % interval (Student's t) is on one side of "
+        f"2 % of the dense loss, {'; '.join(parts)}; of the others these seeds cannot tell."
     )
 
 
@@ -701,7 +699,7 @@ def judged(found: Mapping[str, Any]) -> str:
     """Return what came of held-out advice as Markdown, and what would have come of looking at nothing."""
     heads = "training | advice without it | bytes ÷ dense: | loss above dense, %: | within 2 %"
     always = " and ".join(f"`{rule}` in {n}" for rule, n in found["constant"].items())
-    return f"To recommend always the same would have been right with {always} of {found['of']}.\n\n" + grid(
+    return f"Always the same would have been right with {always} of {found['of']}.\n\n" + grid(
         heads,
         (
             [

@@ -152,8 +152,8 @@ def what_to_try(
         )
         # the control: advice that looks at nothing
         if any(within >= held["within"] for within in held["constant"].values()):
-            same = " and ".join(f"{name} in {n}" for name, n in held["constant"].items())
-            caveat += f" So would always the same: {same}."
+            same = ", ".join(f"always {name} in {n}" for name, n in held["constant"].items())
+            caveat += f" A rule that looks at no gradient would have, too: {same}."
         caveat += f" These are {_SHORT}."
     return Verdict(headline, "\n".join((basis, caveat, _TRY)))
 
