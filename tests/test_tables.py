@@ -131,6 +131,7 @@ def test_a_table_keeps_its_width_and_says_what_it_leaves_out(width):
     body, _, left_out = text.partition("Too wide for")
     assert max(map(len, text.splitlines())) <= width
     said = " ".join(left_out.split())
+    assert not said or said.startswith(f"{width} columns: ")
     for name, cell in (("tail error", "1.0e-09"), ("wasserstein", "0.300")):
         # a number is whole, or its column is named as left out
         assert (cell in body) != (name in said)

@@ -308,7 +308,10 @@ def test_the_command(trace, monkeypatch):
     assert "no interval: fewer than 20 steps" in done.stderr
     said = " ".join(done.stdout.split())
     assert "whether a larger batch than 128 samples would pay is not known" in said
-    assert "noise that ranks share" in " ".join(done.stderr.split())
+    notes = " ".join(done.stderr.split())
+    assert "noise that ranks share" in notes
+    # the trace says how many, and nobody else
+    assert "noise scale in samples; union of 8 workers, k = 0.001 d" in notes
     done = run("agreement", trace, "--rank", 0)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

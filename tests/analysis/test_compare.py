@@ -379,6 +379,8 @@ def test_sizes_and_prefixes_of_wrappers(left, tmp_path):
     shapes = {n: x.shape for n, x in runs[0, 0].items()}
     found = gradstats.compare(left, write(tmp_path / "b.zarr", runs, shapes), per_layer=True)
     assert found.unmatched == ([], ["only"])
+    for pair in ((left, tmp_path / "b.zarr"), (tmp_path / "b.zarr", left)):
+        assert run("compare", *pair).stderr == f"only in {tmp_path / 'b.zarr'}: only\n"
     assert found.first["layer"] == "a.bias"
     assert {r["layer"]: r["cause"] for r in found if r["cause"]} == {
         "all": "padding: B has 2 zeros more at its end (a.bias)",

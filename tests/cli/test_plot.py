@@ -16,6 +16,7 @@ from support.traces import LAYERS, write
 import gradstats
 from gradstats import plots
 from gradstats.cli.plot import FIGURES
+from gradstats.plots import files
 from gradstats.trace import create_trace
 
 RESULTS = ROOT / "docs" / "results"
@@ -93,6 +94,26 @@ def test_the_gradient_is_the_one_asked_for(drawn):
     expected = plots.tail(g, [gradstats.fit(g, "laplace")], Figure().subplots())
     for line, other in zip(ax.lines, expected.lines, strict=True):
         assert np.allclose(line.get_xydata(), other.get_xydata(), equal_nan=True)
+
+
+@pytest.mark.usefixtures("drawn")
+def test_style_and_context_are_those_asked_for(trace, monkeypatch):
+    asked, styled = [], files.styled
+    monkeypatch.setattr(files, "styled", lambda *how: asked.append(how) or styled(*how))
+    run(
+        "plot",
+        "tail",
+        trace,
+        "-o",
+        "x.pdf",
+        "--model",
+        "laplace",
+        "--style",
+        "dark",
+        "--context",
+        "talk",
+    )
+    assert asked == [("dark", "talk")]
 
 
 @every("name", FIGURES)

@@ -53,6 +53,30 @@ def test_a_summary_has_the_last_step_of_each_trace(tmp_path):
     assert [(r["trace"], r["step"]) for r in found] == [("long", 200), ("short", 100)]
 
 
+def test_a_folder_has_the_rows_of_each_of_its_traces(tmp_path):
+    for name, steps in (("a", range(2)), ("b", range(3, 6))):
+        create_trace(tmp_path / f"{name}.zarr", LAYERS)
+        write(tmp_path / f"{name}.zarr", steps, kinds=["gradient"], compression=True)
+    for command in (
+        "info",
+        "compression",
+        "compression --per-layer",
+    ):
+        name, *options = command.split()
+        both, a, b = (records(name, tmp_path / w, *options) for w in (".", "a.zarr", "b.zarr"))
+        assert a
+        assert b
+        assert both == a + b, command
+    assert run("info", tmp_path).stderr == "5 gradients; --all has a row of each.\n"
+
+
+def test_layers_that_changed_most_are_shown_and_the_others_counted(tmp_path):
+    for name, add in (("a", 0), ("b", 1)):
+        np.savez(tmp_path / name, **{f"w{i}": np.arange(9.0, dtype="f4") + add for i in range(25)})
+    done = run("delta", tmp_path / "a.npz", tmp_path / "b.npz", "--per-layer")
+    assert "the 20 rows of most changes, of 25; --all has every one\n" in done.stderr
+
+
 @pytest.mark.parametrize("steps", [(), ("--step", 10)])
 def test_a_title_does_not_name_the_last_step_of_others(steps):
     title = " ".join(run("fit", EF, "--kind", "gradient", *steps).stdout.split())

@@ -24,6 +24,7 @@ from gradstats.analysis.drift import dataset_of
 from gradstats.analysis.info import info_records
 from gradstats.analysis.quality import summarise
 from gradstats.analysis.verdicts import compressor_did, sound_elements
+from gradstats.analysis.verdicts.verdict import Verdict
 from gradstats.errors import InputError
 from gradstats.primitives.sketch import sketch
 from gradstats.report import measured, sections, write_report
@@ -242,6 +243,15 @@ def test_advice_goes_to_the_source_that_it_names_and_else_to_the_first():
         answers = gradstats.report(sources, advice=advice)
         heads = [r["answer"] for r in answers if r["question"] == SHOULD]
         assert [h.startswith(s) for h, s in zip(heads, said, strict=True)] == [True, True], heads
+
+
+def test_whether_to_compress_is_asked_of_the_first_kind(monkeypatch):
+    kinds = ["gradient", "corrected"]
+    monkeypatch.setattr(report, "measure", lambda s, *_: SimpleNamespace(source=s, kinds=kinds))
+    monkeypatch.setattr(report, "QUESTIONS", {})
+    monkeypatch.setattr(report, "should", lambda m, kind, *_: Verdict(f"of {kind}", ""))
+    found = gradstats.report(np.ones(3))
+    assert [(r["kind"], r["answer"]) for r in found] == [("gradient", "of gradient")]
 
 
 def test_of_many_dumps_those_looked_at_count_and_a_step_of_zeros_decides_nothing(tmp_path):
