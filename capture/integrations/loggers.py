@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from gradstats.errors import InputError
 from gradstats.primitives import Array, histogram
 from gradstats.primitives.histogram import bin_edges
+from gradstats.primitives.ratio import target_count
 from gradstats.primitives.sketch import sketch
 from gradstats.trace.record import StepRecord
 
@@ -92,14 +93,17 @@ def gradient_values(x: Array, name: str = "gradient") -> dict[str, float | Bins]
         mean, max (of the magnitudes), zero_fraction, threshold_0.1 to threshold_0.001, magnitudes (:class:`Bins`);
         numbers and histogram of nothing are left out.
     """
-    m = sketch(x).magnitudes
+    sketched = sketch(x)
+    m = sketched.magnitudes
     values: dict[str, float | Bins] = {f"{name}/zero_fraction": m.zero_fraction}
     if not m.count:
         return values
     values |= {f"{name}/mean": m.mean, f"{name}/max": m.max}
     for ratio in _QUANTILES:
-        # k as everywhere: at least one element
-        values[f"{name}/threshold_{ratio:g}"] = m.upper_quantile(max(1, round(ratio * m.count)))
+        # k as everywhere, of all elements: of a gradient with many zeros the threshold of k may be 0
+        values[f"{name}/threshold_{ratio:g}"] = m.upper_quantile(
+            target_count(ratio, sketched.numel)
+        )
     # bits=0: a bin for each power of two
     counts, edges = histogram(x, bits=0).counts, bin_edges(0)
     first, last = np.flatnonzero(counts)[[0, -1]]

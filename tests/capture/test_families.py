@@ -11,9 +11,11 @@ import torch
 from support.every import every
 from torch.nn import functional as F
 
-from capture.workloads import RunConfig, gpt, graph, lora, moe, policy, recommender, run
+from capture.workloads import RunConfig, gpt, graph, lora, lstm, moe, policy, recommender, run
+from capture.workloads.images import Epochs
 from capture.workloads.layouts import backward_pass, layout
 from capture.workloads.optimizers import make_optimizers
+from capture.workloads.text import load_pydoc, words_to_ids
 from gradstats import open_trace
 
 TINY = {"size": "0.1M", "vocab": 100, "batch_size": 4, "lr_warm_up": 0}
@@ -183,3 +185,46 @@ def test_the_graph_has_the_communities_it_is_made_of():
     torch.testing.assert_close(dense @ degrees.sqrt(), degrees.sqrt())  # its first eigenvector
     centres = torch.stack([features[truth == c].mean(0) for c in range(6)])
     assert float(F.mse_loss(centres, features[truth == 0].mean(0).expand(6, -1))) > 0.01
+
+
+def test_held_out_words_are_trained_on_by_nobody():
+    config = RunConfig(workload="gpt-pydoc", **TINY)
+    text, unseen = gpt.texts(config)
+    every = words_to_ids(load_pydoc(), 100)
+    assert len(unseen) > 1000
+    # what is trained on, then what is held out, and no word twice
+    assert torch.equal(torch.cat((text, unseen)), every)
+
+
+def test_an_epoch_is_an_order_of_its_own():
+    epochs = Epochs(32)
+
+    def order(epoch, seed):
+        # of two ranks, four samples each
+        batches = [
+            epochs.drawn(4 * epoch + step, 4, rank, 2, seed) for step in range(4) for rank in (0, 1)
+        ]
+        return torch.cat(batches).tolist()
+
+    orders = [order(epoch, seed) for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert all(sorted(each) == list(range(32)) for each in orders)
+    assert len({tuple(each) for each in orders}) == 6
+
+
+def test_no_state_leads_from_the_end_of_a_text_to_its_beginning():
+    given = []
+
+    def network(words, state):
+        given.append(state)
+        known = torch.full((1,), float(len(given)))
+        return F.one_hot(words, 5).float(), (known, known)
+
+    reader = lstm._Reader(torch.arange(400) % 5, 2, 0, 2)
+    assert reader.windows > 1
+    for step in range(2 * reader.windows):
+        reader.loss(network, step)
+    begins = [step for step, state in enumerate(given) if state is None]
+    assert begins == [0, reader.windows]
+    # else that of the window before
+    after = [int(state[0]) for state in given if state is not None]
+    assert after == [step for step in range(2 * reader.windows) if step and step != reader.windows]

@@ -640,6 +640,12 @@ def test_the_same_dictionary_goes_to_every_logger(tmp_path, monkeypatch):
     shown = scalars(tmp_path)
     assert {n: shown[n][3] for n in numbers} == pytest.approx(numbers)
     assert gradient_values(np.zeros(3)) == {"gradient/zero_fraction": 1.0}
+    # k is a share of all elements, not of those that are not zero
+    sparse = np.zeros(1000, np.float32)
+    sparse[:50] = np.arange(1, 51)
+    found = gradient_values(sparse)
+    thresholds = [found[f"gradient/threshold_{ratio}"] for ratio in (0.1, 0.01, 0.001)]
+    assert thresholds == [0.0, 41.0, 50.0]
     steps = dict(dataset_values(gradstats.over_training(DATA / "resnet20.zarr", models=[])))
     assert list(steps) == [10, 100, 1000, 2999]
     assert steps[10]["loss/0"] == pytest.approx(2.38, abs=0.01)

@@ -237,6 +237,20 @@ def few_images(tmp_path):
     return tmp_path
 
 
+def test_images_are_judged_by_the_running_statistics_and_training_goes_on(few_images):
+    """Of a batch's own statistics the accuracy would depend on what else is in it, and would change the model."""
+    config = RunConfig(workload="resnet8-cifar16", data_dir=few_images, batch_size=4, nproc=1)
+    task = make_task(config, 0)
+    before = {name: value.clone() for name, value in task.model.named_buffers()}
+    modes = []
+    task.model.register_forward_pre_hook(lambda model, _: modes.append(model.training))
+    assert task.evaluate(task.model)
+    assert not any(modes)
+    assert modes
+    assert task.model.training
+    assert all(torch.equal(value, before[name]) for name, value in task.model.named_buffers())
+
+
 @pytest.mark.slow
 @every("name", [*ON_CIFAR, "resnet8-cifar16"])
 def test_every_network_for_cifar_takes_a_step(name, few_images):

@@ -10,6 +10,7 @@ from support.networks import gradients, top, written
 
 from gradstats.errors import InputError
 from gradstats.network import UnionGrowth, union_growth
+from gradstats.trace import Layer, TraceWriter, create_trace, open_trace
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.3, 0.6, 1.0])
@@ -63,3 +64,21 @@ def test_unions_need_several_ranks_with_a_common_step(tmp_path):
     two = written(tmp_path / "two.zarr", gradients(2, 100, 0))
     with pytest.raises(InputError, match="no such step"):
         union_growth(two, 0.1, steps=[4])
+
+
+def test_a_union_is_of_the_kind_that_is_asked_for(tmp_path):
+    """Of the gradients ranks select the same elements, of the corrected ones others."""
+    values = np.zeros((2, 2, 100), np.float32)
+    values[:, 0, :10] = 1.0
+    values[0, 1, :10] = values[1, 1, 10:20] = 1.0
+    create_trace(tmp_path / "run.zarr", [Layer("w", 0, (100,))], world_size=2)
+    for rank, (gradient, corrected) in enumerate(values):
+        writer = TraceWriter(tmp_path / "run.zarr", rank, kinds=("gradient", "corrected"))
+        writer.append(0, {"gradient": gradient, "corrected": corrected})
+        writer.close()
+    trace = open_trace(tmp_path / "run.zarr")
+    measured = {kind: union_growth(trace, 0.1, kind=kind)[0] for kind in ("gradient", "corrected")}
+    assert {kind: growth.measured(2) for kind, growth in measured.items()} == {
+        "gradient": 10,
+        "corrected": 20,
+    }
