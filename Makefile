@@ -14,7 +14,7 @@ demo: .venv/.base
 test: .venv
 	$(PYTEST)
 
-# Before a commit: most of the tests, in two thirds of the time.
+# Before a commit: the tests without the slow ones.
 quick: .venv
 	$(PYTEST) -m "not slow"
 

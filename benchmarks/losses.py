@@ -517,16 +517,14 @@ def held_out(found: Sequence[Row], tolerance: float = TOLERANCE) -> Row:
         best = choose("gradient", properties, mine["optimizer"], tolerance, others)[0]
         name = f"{mine['training']}/{mine['optimizer']}"
         row = {"training": name} | {n: best[n] for n in ("rule", "ratio", "memory", "bytes")}
-        # the worst of the lengths that it was trained for
-        above = max((mean_above(run["above"]) for run in _runs_of(mine, best)), default=None)
-        if best["rule"] == "none":
-            above = 0.0
+        setting = {n: best[n] for n in ("rule", "ratio", "memory", "format")}
+        above = 0.0 if best["rule"] == "none" else _worst(mine, setting)
         if above is not None:
             row |= {"distance": best["distance"], "above": round(above, 5)}
             rows.append(row | {"within": above <= tolerance})
             for rule in UNTUNED:
-                ends = [mean_above(r["above"]) for r in mine["runs"] if r["rule"] == rule]
-                constant[rule] += bool(ends) and max(ends) <= tolerance
+                ended = _worst(mine, {"rule": rule})
+                constant[rule] += ended is not None and ended <= tolerance
     return {
         "tolerance": tolerance,
         "of": len(rows),
@@ -539,12 +537,10 @@ def held_out(found: Sequence[Row], tolerance: float = TOLERANCE) -> Row:
     }
 
 
-def _runs_of(training: Row, setting: Row) -> list[Row]:
-    """Return a training's runs with a setting, one for each length."""
-    return [
-        run for run in training["runs"]
-        if all(run[n] == setting[n] for n in ("rule", "ratio", "memory", "format"))
-    ]  # fmt: skip
+def _worst(training: Row, setting: Row) -> float | None:
+    """Return how far a training with a setting ended above dense, at the length at which most; None if not measured."""
+    runs = (run for run in training["runs"] if setting.items() <= run.items())
+    return max((mean_above(run["above"]) for run in runs), default=None)
 
 
 def table(found: Sequence[Row]) -> str:
@@ -570,18 +566,18 @@ def _column(run: Row) -> str:
     return f"`{run['rule']}` {run['ratio']:g}{of}"
 
 
+def _percent(above: float) -> str:
+    if above == DIVERGED:
+        return "diverged"
+    # rounded before it is written, so that no zero has a sign
+    percent = round(100 * above, 1)
+    return f"{percent:+.1f}".replace("-", "−") if percent else "0.0"
+
+
 def _cell(above: Sequence[float] | None) -> str:
     if above is None:
         return "–"
-    ends = [
-        # rounded before it is written, so that no zero has a sign
-        "diverged"
-        if x == DIVERGED
-        else f"{z:+.1f}".replace("-", "−")
-        if (z := round(100 * x, 1))
-        else "0.0"
-        for x in (min(above), max(above))
-    ]
+    ends = [*map(_percent, (min(above), max(above)))]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 

@@ -551,7 +551,7 @@ def _scales(properties: Mapping[str, float]) -> dict[str, float]:
 
 def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, Any]:
     """Return what a setting cost in some trainings."""
-    # what has diverged has no loss: in JSON it is 1e9, for who reads it infinite
+    # evidence.json cannot hold infinity, which is what a training that diverged ended at
     means = ((mean_above(row["above"]), row["of"]) for row in rows)
     above = [(math.inf if mean >= DIVERGED else mean, of) for mean, of in means]
     trainings = list(dict.fromkeys(row["of"] for row in rows))
