@@ -11,7 +11,18 @@ import torch
 from support.every import every
 from torch.nn import functional as F
 
-from capture.workloads import RunConfig, gpt, graph, lora, lstm, moe, policy, recommender, run
+from capture.workloads import (
+    RunConfig,
+    gpt,
+    graph,
+    images,
+    lora,
+    lstm,
+    moe,
+    policy,
+    recommender,
+    run,
+)
 from capture.workloads.images import Epochs
 from capture.workloads.layouts import backward_pass, layout
 from capture.workloads.optimizers import make_optimizers
@@ -228,3 +239,82 @@ def test_no_state_leads_from_the_end_of_a_text_to_its_beginning():
     # else that of the window before
     after = [int(state[0]) for state in given if state is not None]
     assert after == [step for step in range(2 * reader.windows) if step and step != reader.windows]
+
+
+def test_columns_of_all_ranks_are_stretches_of_the_text_side_by_side():
+    config = RunConfig(workload="lstm-ptb", vocab=50, batch_size=3, hidden=4, nproc=2)
+    given = []
+
+    def network(words, state):
+        given.append(words)
+        return F.one_hot(words, 50).float(), (torch.zeros(1),) * 2
+
+    for rank in range(2):
+        lstm.make_task(config, rank).loss(network, 0)
+    ids = words_to_ids(load_pydoc(), 50)
+    stretches = ids[: len(ids) // 6 * 6].view(6, -1)
+    window = len(given[0])
+    assert torch.equal(torch.cat(given, 1), stretches[:, :window].t())
+
+
+class Scores:
+    """A network that keeps what it is given and answers with scores whose gradients can be read."""
+
+    def __init__(self, answer):
+        self.answer, self.given = answer, []
+
+    def __call__(self, *inputs):
+        self.given.append(inputs)
+        self.scores = self.answer(*inputs).requires_grad_()
+        return self.scores
+
+
+def test_a_cart_that_has_ended_is_in_no_gradient_and_in_no_loss():
+    _, task = task_of("policy-cartpole", batch_size=32)
+    network = Scores(lambda states: torch.zeros(*states.shape[:2], 2))
+    loss = task.loss(network, 0)
+    torch.autograd.backward(loss)
+    states = network.given[0][0]
+    beyond = (states[..., 0].abs() >= 2.4) | (states[..., 2].abs() >= np.deg2rad(12))
+    over = beyond.cummax(0).values  # for good, whatever comes later
+    steps = (~over).sum(0)
+    assert int(steps.min()) < int(steps.max()) == len(states)
+    moved = network.scores.grad.abs().sum(2) > 0
+    assert torch.equal(moved, ~over)
+    assert loss.item() == pytest.approx(1 - float(steps.sum()) / (32 * 200))
+
+
+def test_noise_and_image_of_a_step_are_of_one_variance_together():
+    config, task = task_of("unet-digits", batch_size=64)
+    clean = images.load_images(config.info, None).batch(0, 64, 0, 2, 0)[0][:, :1].double()
+    network = Scores(lambda noisy, at: torch.zeros_like(noisy))
+    plain = task.loss(network, 0).item()
+    noisy, at = network.given[0]
+    # Nichol and Dhariwal's equation 17
+    share = np.cos((at.numpy() / 1000 + 0.008) / 1.008 * np.pi / 2) / np.cos(
+        0.008 / 1.008 * np.pi / 2
+    )
+    signal = torch.from_numpy(share)[:, None, None, None]
+    noise = (noisy.double() - signal * clean) / (1 - signal**2).sqrt()
+    some = at > 100  # before, the noise is small beside rounding
+    assert float(noise[some].mean()) == pytest.approx(0, abs=0.05)
+    assert float(noise[some].std()) == pytest.approx(1, abs=0.05)
+    # it is what is to be told
+    told = Scores(lambda noisy, at: noise.float())
+    assert task.loss(told, 0).item() < 1e-4 < plain
+
+
+def test_nodes_that_accuracy_is_of_are_trained_on_by_nobody():
+    rows, tasks = [], [task_of("gcn-blocks", rank)[1] for rank in range(2)]
+    for step in range(100):
+        for task in tasks:
+            network = Scores(lambda features, edges: torch.zeros(len(features), 6))
+            torch.autograd.backward(task.loss(network, step))
+            rows.append(network.scores.grad.abs().sum(1) > 0)
+    trained = torch.stack(rows).any(0)
+    assert 0 < int((~trained).sum()) < 0.5 * len(trained)
+    truth = graph._graph(0)[2]
+    # right where nobody trains, and wrong elsewhere
+    answer = torch.where(trained, (truth + 1) % 6, truth)
+    for task in tasks:
+        assert task.evaluate(lambda *_: F.one_hot(answer, 6).float()) == {"accuracy": 1.0}

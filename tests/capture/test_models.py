@@ -475,6 +475,33 @@ def utterances(folder, splits):
     (folder / "manifest.tsv").write_text("\n".join(rows) + "\n")
 
 
+def test_whole_speakers_are_held_out(tmp_path):
+    # the n-th speaker has the letters of n, two utterances apart
+    names = [f"s{i}" for i in range(10)] * 2
+    utterances(tmp_path, [("test", name, LABELS[2 + int(name[1])]) for name in names])
+    seen, unseen = ([text for _, text in part] for part in load_an4(tmp_path))
+    assert (len(seen), len(unseen)) == (16, 4)
+    assert len(set(unseen)) == 2
+    assert not set(seen) & set(unseen)
+
+
+def test_padding_is_not_decoded(tmp_path):
+    utterances(tmp_path, [("train", "s0", "A")] * 4 + [("test", "s1", "AB")] * 2)
+    np.ones(32_000, ">i2").tofile(tmp_path / "s1" / "5.raw")  # twice as long as the other one
+    config = RunConfig(workload="lstm-an4", data_dir=tmp_path, hidden=4, batch_size=2, nproc=2)
+
+    class Network(torch.nn.Module):
+        def forward(self, x, sizes):
+            signs = torch.full((len(sizes), int(sizes.max())), LABELS.index("C"))
+            for row, size in zip(signs, sizes, strict=True):
+                row[:size] = LABELS.index("B")
+                row[: size // 2] = LABELS.index("A")
+            return torch.nn.functional.one_hot(signs, len(LABELS)).float(), sizes
+
+    rates = speech.make_task(config, 0).evaluate(Network())
+    assert rates == {"word_error_rate": 0, "character_error_rate": 0}
+
+
 def test_utterances_are_read_big_endian_and_speakers_held_out(tmp_path):
     utterances(tmp_path, [("test", f"s{i}", "go on") for i in range(10)])
     seen, unseen = load_an4(tmp_path)

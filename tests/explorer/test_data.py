@@ -260,6 +260,24 @@ def test_ranks_have_in_common_what_agreement_says_and_their_union_is_counted():
     assert arrays["union"] == pytest.approx(2 - arrays["overlap"], abs=3e-4)
 
 
+def test_steps_that_a_rank_lacks_are_in_nothing_common(tmp_path):
+    trace = drifting_trace(tmp_path / "run.zarr", range(4), lambda step: 1.0, ranks=(0, 1))
+    source = open_source(trace)
+    whole, late = (
+        gather(source, Subset(per_layer=True, steps=steps), ratios=RATIOS, rules=())
+        for steps in (None, [1, 3])
+    )
+    (everything,) = json.loads(payload(whole, RATIOS))["agreement"]
+    assert everything["steps"] == [0, 1, 2, 3]
+    # the first rank has all steps, the second one lacks the first
+    (shared,) = json.loads(payload([whole[0], late[1]], RATIOS))["agreement"]
+    assert shared["steps"] == [1, 3]
+    for name, packed in shared["arrays"].items():
+        expected = unpacked(everything["arrays"][name])[[1, 3]]
+        np.testing.assert_array_equal(unpacked(packed), expected, err_msg=name)
+        assert len(np.unique(expected)) > 2, name
+
+
 def test_the_union_of_many_ranks_comes_from_one_reading(tmp_path, monkeypatch):
     ranks, steps = range(12), [0, 1]
     trace = drifting_trace(tmp_path / "run.zarr", steps, lambda step: 1.0, ranks=ranks)
