@@ -18,7 +18,7 @@ from gradstats.analysis.pieces import Key, Submit, evaluate, plan_sketches
 from gradstats.analysis.quality import inner_90, spread_of
 from gradstats.console import no_progress
 from gradstats.errors import unknown
-from gradstats.primitives.ratio import RATIOS, check_ratios, check_several, target_count
+from gradstats.primitives.ratio import RATIOS, check_ratios, check_several, each_once, target_count
 from gradstats.primitives.sketch import Sketch
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.fitting import fit
@@ -356,7 +356,7 @@ def drift(
     ``gradstats.drift("run.zarr", ["threshold"], ratios=[0.001]).to_dataframe()``
     """
     # what nobody asked for is not measured
-    names = check_several(quantities, "quantities") or _FOLLOWED
+    names = each_once(check_several(quantities, "quantities")) or _FOLLOWED
     for name in names:
         if name not in QUANTITIES:
             raise unknown("quantity", name, QUANTITIES)

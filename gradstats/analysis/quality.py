@@ -21,7 +21,7 @@ from gradstats.console import followed, no_progress
 from gradstats.errors import InputError
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy, as_positions
-from gradstats.primitives.ratio import RATIOS, check_ratios, check_several
+from gradstats.primitives.ratio import RATIOS, check_ratios, check_several, each_once
 from gradstats.statistics.dependence import RUN, design_effect
 from gradstats.statistics.resampling import add_holm, mean_interval
 from gradstats.statistics.solution import Z95
@@ -339,7 +339,8 @@ def _replay(
 
     With `fresh`, a rule that remembers runs once more on each gradient without its past.
     """
-    names = list(ESTIMATORS) if estimators is None else check_several(estimators, "estimators")
+    given = ESTIMATORS if estimators is None else estimators
+    names = each_once(check_several(given, "estimators"))
     ratios = check_ratios(ratios)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}

@@ -23,7 +23,7 @@ from gradstats.console import no_progress
 from gradstats.errors import InputError, unknown
 from gradstats.hooks.spikes import LIMIT, SURE, WINDOW, Spikes
 from gradstats.plots.style import LINES, PALETTE, label_of, look_of
-from gradstats.primitives.ratio import check_ratios, check_several, target_count
+from gradstats.primitives.ratio import check_ratios, check_several, each_once, target_count
 from gradstats.primitives.sketch import Magnitudes, Sketch
 from gradstats.statistics.fitting import fit
 from gradstats.statistics.goodness import tail_distances
@@ -192,7 +192,7 @@ def gather(
         If a rule is unknown, a law cannot be drawn, a ratio is outside (0, 1], or nothing matches.
     """
     ratios = check_ratios(ratios)
-    names = list(ESTIMATORS) if rules is None else check_several(rules, "estimators")
+    names = each_once(check_several(ESTIMATORS if rules is None else rules, "estimators"))
     for name in names:
         make_estimator(name)  # one that is unknown ends this before the work
     laws = _laws(models)
@@ -234,7 +234,7 @@ def _laws(models: Sequence[LawName | str] | Literal["all"] | None) -> list[str]:
         return [name for name in DRAWN if not LAWS[name].control]
     if isinstance(models, str) and models == "all":
         return list(DRAWN)
-    laws = [law_of(name).name for name in check_several(models, "models")]
+    laws = each_once([law_of(name).name for name in check_several(models, "models")])
     for name in laws:
         if name not in DRAWN:
             raise InputError(f"the explorer has no function of {name}; it draws {', '.join(DRAWN)}")

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from gradstats.compressors import Compressor
 from gradstats.errors import GradstatsError, InputError, first_line
-from gradstats.primitives.ratio import check_count, check_ratio, check_ratios, shown
+from gradstats.primitives.ratio import check_count, check_ratio, check_several, shown
 
 __all__ = ["DGC_RATIOS", "RatioSchedule", "dgc_warm_up"]
 
@@ -45,7 +45,7 @@ def dgc_warm_up(
         If a ratio is outside (0, 1], or `steps_per_epoch` is below 1.
     """
     steps_per_epoch = check_count(steps_per_epoch, "steps_per_epoch")
-    ratios = check_ratios(ratios)
+    ratios = [check_ratio(ratio) for ratio in check_several(ratios, "ratios")]
     if not ratios:
         raise InputError("a warm-up needs at least one ratio")
     if final is not None:

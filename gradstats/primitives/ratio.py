@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import TypeVar
@@ -21,6 +21,7 @@ __all__ = [
     "check_ratios",
     "check_seed",
     "check_several",
+    "each_once",
     "shown",
     "target_count",
 ]
@@ -197,7 +198,7 @@ def check_ratio(ratio: float, name: str = "ratio") -> float:
 
 
 def check_ratios(ratios: Iterable[float]) -> list[float]:
-    """Return kept fractions as a list of floats if they are some.
+    """Return kept fractions as a list of floats if they are some, each once.
 
     Parameters
     ----------
@@ -209,7 +210,18 @@ def check_ratios(ratios: Iterable[float]) -> list[float]:
     InputError
         If they are no sequence, or one is not a number in (0, 1].
     """
-    return [check_ratio(ratio) for ratio in check_several(ratios, "ratios")]
+    return each_once([check_ratio(ratio) for ratio in check_several(ratios, "ratios")])
+
+
+def each_once(values: Sequence[T]) -> list[T]:
+    """Return values in their order without those that came before: what is asked for twice is not measured twice.
+
+    Parameters
+    ----------
+    values : sequence
+        Values, such as names.
+    """
+    return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
 def check_several(values: Iterable[T], name: str) -> list[T]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from gradstats.errors import unknown
-from gradstats.primitives.ratio import check_several
+from gradstats.primitives.ratio import check_several, each_once
 from gradstats.statistics.laws import LAWS, LawName
 from gradstats.statistics.laws.law import Law, Method, Solver
 
@@ -55,7 +55,7 @@ def chosen(
         models = [n for n, law in default.items() if not known or method in law.solvers]
         models = models or list(default)  # the first says what is wrong with the method
     names = list(LAWS) if isinstance(models, str) and models == "all" else models
-    names = check_several(names, "models")
+    names = each_once(check_several(names, "models"))
     for name in names:
         law = law_of(name)
         # only asked for: it raises where a law lacks the method, before anything is fitted
