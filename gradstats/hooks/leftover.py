@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradstats.hooks.gradient import Pair, logical
@@ -36,9 +37,9 @@ def remove_with(owner: object, handles: Sequence[RemovableHandle]) -> None:
 
 def _before(
     owner: weakref.ref[Leftover], parameter: weakref.ref[torch.Tensor]
-) -> Callable[[torch.Tensor], None]:
-    # weak both: the parameter itself keeps the hook
-    def look(_: torch.Tensor) -> None:
+) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    # weak both: the parameter's node keeps the hook
+    def look(_: tuple[torch.Tensor, ...]) -> None:
         # nothing is kept in the usual training, which sets gradients to None
         if (leftover := owner()) is not None and (tensor := parameter()) is not None:
             leftover.look(tensor)
@@ -79,25 +80,21 @@ class Leftover:
         self._unsure: set[int] = set()
         # since the last exchange
         self._zeroed: set[int] = set()
+        # of nodes that nobody holds new ones are made
+        self._nodes: dict[int, Any] = {}
+        self._handles: list[RemovableHandle] = []
+        remove_with(self, self._handles)
 
     def __reduce__(self) -> tuple[type[Leftover], tuple[()]]:
         """Copy without the exchanges, which are of other parameters or of another process."""
         return Leftover, ()
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look at `.grad` before autograd adds to it.
-
-        Parameters
-        ----------
-        parameters : iterable of torch.Tensor
-            Parameters.
-        """
-        handles = []
-        for parameter in parameters:
-            register: Any = parameter.register_hook
-            # of a leaf it runs before accumulation
-            handles.append(register(_before(weakref.ref(self), weakref.ref(parameter))))
-        remove_with(self, handles)
+    def _watch(self, parameter: torch.Tensor) -> None:
+        """Look at `.grad` before autograd adds to it."""
+        # not a hook of the tensor: autograd.grad() calls these, too, and adds nothing
+        self._nodes[id(parameter)] = node = get_gradient_edge(parameter).node
+        before = _before(weakref.ref(self), weakref.ref(parameter))
+        self._handles.append(node.register_prehook(before))
 
     def look(self, parameter: torch.Tensor) -> None:
         """Set aside what an exchange left in a gradient, before anything is added to it.
@@ -231,8 +228,10 @@ class Leftover:
             Parameters.
         """
         self._zeroed.clear()
-        self._filled = {
-            id(p): _Filled(weakref.ref(grad), version(grad), weakref.ref(p))
-            for p in parameters
-            if (grad := p.grad) is not None
-        }
+        self._filled = {}
+        for p in parameters:
+            # from the first exchange on, when a model's type and device are settled: with them the node changes
+            if id(p) not in self._nodes and p.requires_grad:
+                self._watch(p)
+            if (grad := p.grad) is not None:
+                self._filled[id(p)] = _Filled(weakref.ref(grad), version(grad), weakref.ref(p))

@@ -154,7 +154,6 @@ class Setup:
         self.agreement.add(named)
         parameters = [parameter for _, parameter in named]
         self.usage.watch(parameters)
-        self.leftover.watch(parameters)
         self.applied.watch(parameters)
 
     def further(self, parameter: torch.Tensor) -> bool:

@@ -62,6 +62,15 @@ def test_a_residual_decays_once_a_step():
         memory.settle(memory.corrected, torch.arange(0))
 
 
+def test_autograd_grad_of_the_parameters_changes_nothing():
+    for found in run_ranks(2, exchanges.looked_at):
+        for to_none in (True, False):
+            (plain, steps), (looked_at, same) = (found[to_none, looks] for looks in (False, True))
+            assert torch.equal(plain, looked_at), to_none
+            # two of three that nobody applied are taken back, the last by the next exchange
+            assert steps == same == 10
+
+
 def test_adam_refuses_a_step_in_parts():
     for part, after_a_step in run_ranks(2, exchanges.micro_steps_of_adam):
         assert part.startswith("InputError: AdamCorrection has made a step of a part of this")

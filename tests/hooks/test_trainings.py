@@ -264,21 +264,30 @@ def test_a_dense_step_with_momentum_correction_is_momentum_sgd():
     assert run_ranks(1, trainings.dense_momentum) == [pytest.approx([1, 1.9, 2.71, 3.439])]
 
 
+def _in_use(handle):
+    hooks = handle.hooks_dict_ref()
+    return hooks is not None and handle.id in hooks
+
+
 def test_a_model_keeps_no_state_alive_and_no_hook_of_one():
     net = torch.nn.Linear(3, 2)
     states = [
         CompressionState(TopK(0.5), named_parameters=net.named_parameters()) for _ in range(3)
     ]
     gone = [weakref.ref(each) for state in states for each in (state, state._setup.leftover)]
-    del states[1:]
+    for state in states:
+        state.note_filled([net.weight])
+    handles = [state._setup.leftover._handles[0] for state in states]
+    del state, states[1:]
     gc.collect()
     assert [each() is None for each in gone] == [False, False, True, True, True, True]
     # a hook of each kind for the state that is left
-    assert len(net.weight._backward_hooks) == len(net.weight._post_accumulate_grad_hooks) == 1
+    assert [_in_use(handle) for handle in handles] == [True, False, False]
+    assert len(net.weight._post_accumulate_grad_hooks) == 1
     states.clear()
     gc.collect()
     assert gone[0]() is gone[1]() is None
-    assert not net.weight._backward_hooks
+    assert not _in_use(handles[0])
     assert not net.weight._post_accumulate_grad_hooks
 
 

@@ -109,6 +109,25 @@ def micro_steps(rank, world):
     return found
 
 
+def looked_at(rank, world):
+    """The weights and the exchanges of trainings in which `autograd.grad` looks at the parameters, and does not."""
+    found = {}
+    for to_none in (True, False):
+        for looks in (False, True):
+            net = small()
+            ddp, state = wrapped(net, TopK(0.1))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for step in range(12):
+                optimizer.zero_grad(set_to_none=to_none)
+                loss_of(ddp, rank, step).backward()
+                if looks:
+                    torch.autograd.grad(loss_of(net, rank, step), [*net.parameters()])
+                if step % 4 < 3:  # else nobody applies it
+                    optimizer.step()
+            found[to_none, looks] = flat(net.parameters()), state.step
+    return found
+
+
 def micro_steps_of_adam(rank, world):
     """What a memory says that cannot take a step in parts; and whether it trains with one exchange a step."""
     net = small()
