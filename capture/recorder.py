@@ -321,17 +321,20 @@ class Recorder:
             if kinds is None or kind in kinds:
                 array[place] = math.nan
 
-    def unused(self, place: slice) -> None:
+    def unused(self, place: slice, kinds: Collection[Kind] | None = None) -> None:
         """Write zeros for what the step did not use, though an older gradient is there.
 
         Parameters
         ----------
         place : slice
             Its place in the flat vector.
+        kinds : collection of Kind, optional
+            Kinds that it has a place in; all if None.
         """
         self._settle()
-        for array in self.arrays.values():
-            array[place] = 0.0
+        for kind, array in self.arrays.items():
+            if kinds is None or kind in kinds:
+                array[place] = 0.0
 
     def _settle(self) -> None:
         """Wait for the copies of the step that are on their way: what is written now is not to be overwritten."""

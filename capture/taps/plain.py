@@ -198,12 +198,12 @@ class PlainTap(Tap):
         self._mark_gone([layer for layer in self._layout.layers if layer.name not in names])
 
     def _unused(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter's gradient is of an earlier step, as where it was frozen since."""
+        """Tell whether a parameter's gradient is of an earlier step, as where it was frozen, or another part's turn is."""
         # where no backward pass was seen at all, gradients may be set by hand
         if not self._watch.fired or self._watch.reached(parameter):
             return False
-        # clipping of the whole model writes to the old gradients of frozen parameters, too
-        return not parameter.requires_grad or self._watch.old(parameter)
+        # clipping of the whole model writes to old gradients, too
+        return not parameter.requires_grad or self._watch.old(parameter, written=True)
 
     def _mark_gone(self, layers: Sequence[Layer]) -> None:
         """Mark layers whose parameters the model has no more."""

@@ -246,6 +246,7 @@ class ShardTap(PlainTap):
         # with a hook they were seen on the way, and 'local' in either case
         kinds = [kind for kind in arrays if hook is None and kind not in WHOLE]
         replaced, taken = {layer.name for layer, _ in self._layout.replaced()}, []
+        unused: list[slice] = []
         for name, parameter in zip(self._layout.names, self._layout.parameters, strict=True):
             place = self._sharding.places[id(parameter)]
             if name in replaced:
@@ -255,9 +256,14 @@ class ShardTap(PlainTap):
             elif kinds and parameter.grad is None and self._watch.reached(parameter):
                 self._recorder.absent(place, kinds)
                 taken.append(name)
+            elif kinds and parameter.grad is not None and self._unused(parameter):
+                unused.append(place)
             else:
                 for kind in kinds:
                     self._recorder.put(kind, place, parameter)
+        # last: it waits for the copies that are on their way
+        for place in unused:
+            self._recorder.unused(place, kinds)
         self._absent(sorted(replaced), _REPLACED)
         self._absent(taken, TAKEN)
 
@@ -322,13 +328,20 @@ class ShardTap(PlainTap):
                 recorder.copies.copy(gradient, values, recorder.scale / divided, wait=True)
                 # they are in FSDP2's partial sum where it does not average over replicas yet, else in .grad
                 waits = other_micro_steps(unit.group) is not None
-                if waits or parameter.grad is not None:
+                if waits or self._accumulates(parameter):
                     values += local[place]
                 local[place] = values
         # the buffer lacks a parameter: the capture ends, the training goes on
         except InputError as error:
             recorder.drop()
             recorder.stop(error)
+
+    def _accumulates(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a micro-step of this step has put something into a parameter's gradient."""
+        if parameter.grad is None:
+            return False
+        # zeros are what is left of a step that was thrown away; values last, on a device each look waits for it
+        return self._watch.untouched(parameter) or bool(local_part(parameter.grad).any())
 
 
 def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:

@@ -151,7 +151,7 @@ class BackwardWatch:
         """
         present = [p for p in parameters if p.grad is not None]
         if self.fired:
-            new = any(self._untouched(p) for p in present)
+            new = any(self.untouched(p) for p in present)
         else:  # set by hand, perhaps
             present = [p for p in present if not self.old(p)]
             new = False
@@ -163,6 +163,8 @@ class BackwardWatch:
         self._remove(self._handles)
         self._remove(self._shown)
         self._nodes.clear()
+        # PyTorch does not swap tensors that have weak references, as a sharded model's .to() does
+        self._known.clear()
 
     @staticmethod
     def _remove(handles: list[Any]) -> None:
@@ -170,12 +172,8 @@ class BackwardWatch:
             handle.remove()
         handles.clear()
 
-    def _untouched(self, parameter: torch.Tensor) -> bool:
-        assert parameter.grad is not None
-        return self._versions.get(id(parameter)) == version(parameter.grad)
-
-    def old(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter's gradient is one that :meth:`restart` has seen, and as it was then.
+    def untouched(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter's gradient is as a backward pass left it since the last :meth:`restart`.
 
         Parameters
         ----------
@@ -183,13 +181,22 @@ class BackwardWatch:
             A parameter that has a gradient.
         """
         assert parameter.grad is not None
+        return self._versions.get(id(parameter)) == version(parameter.grad)
+
+    def old(self, parameter: torch.Tensor, written: bool = False) -> bool:
+        """Tell whether a parameter's gradient is one that :meth:`restart` has seen, and as it was then.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            A parameter that has a gradient.
+        written : bool
+            Whether it may have been written to since, as clipping does.
+        """
+        assert parameter.grad is not None
         reference, before = self._known.get(id(parameter), (None, -1))
-        return (
-            # the same tensor, and not written to since
-            reference is not None
-            and reference() is parameter.grad
-            and before == version(parameter.grad)
-        )
+        same = reference is not None and reference() is parameter.grad
+        return same and (written or before == version(parameter.grad))
 
 
 def _showing(

@@ -30,6 +30,7 @@ from gradstats.hooks.guard import NonFinite, as_flag, count_bad
 from gradstats.hooks.memory import Memory
 from gradstats.hooks.state import CompressionState
 from gradstats.hooks.step import Scaler, loss_scale
+from gradstats.hooks.torch_private import version
 from gradstats.hooks.units import Unit, across, local_part, stand_in, units
 from gradstats.primitives.ratio import shown
 from gradstats.trace.record import StepRecord, together
@@ -134,6 +135,7 @@ class _Exchange:
         self.state.follow(unit.parameters)
         self.waiting: torch.Tensor | None = None
         self._micro = 0
+        self._version = 0
         self._within = within
 
     def forget(self) -> None:
@@ -145,10 +147,14 @@ class _Exchange:
         """Take what FSDP2 has reduced; tell whether it was exchanged."""
         pairs = list(zip(self.shards, self.unit.reduced(output), strict=True))
         parameters = self.unit.parameters
-        # a micro-step leaves zeros: they were set to None since, and the accumulation was broken off
-        if self._micro and all(p.grad is None for p in parameters):
+        # a micro-step leaves zeros: they were set to None or zeroed since, and the accumulation was broken off
+        none = all(p.grad is None for p in parameters)
+        # FSDP2 adds to the local part, which is no change of the whole; a gradient that it makes has had none
+        changes = max((version(p.grad) for p in parameters if p.grad is not None), default=0)
+        if self._micro and (none or changes != self._version):
             self.forget()
         self._micro += 1
+        self._version = changes
         if is_micro_step(self.unit.group):
             self.waiting = output.clone() if self.waiting is None else self.waiting.add_(output)
             # FSDP2 adds what the hook leaves to .grad: nothing before the last micro-step

@@ -194,6 +194,22 @@ def test_a_parameter_without_a_gradient(tmp_path):
                 np.testing.assert_allclose(np.delete(local, place), seen[step], **TOLERANCE)
 
 
+def test_a_layer_whose_turn_it_is_not_is_zero_and_nothing_of_a_step_thrown_away_is_left(tmp_path):
+    run_ranks(2, sharded.in_turns, str(tmp_path))
+    turns = open_trace(tmp_path / "turns.zarr")
+    used = [[part.any() for part in np.split(turns.read(step), 2)] for step in turns.steps()]
+    assert used == [[True, False], [False, True]] * 2
+    for to_none in (True, False):
+        thrown = open_trace(tmp_path / f"thrown-{to_none}.zarr")
+        for rank in range(2):
+            first, other = (thrown.read(step, rank, "local") for step in thrown.steps())
+            np.testing.assert_allclose(first, other, rtol=1e-6)
+            # of both micro-steps: FSDP2 halves each, and local is the rank's own
+            assert np.abs(first).sum() == pytest.approx(
+                np.abs(thrown.read(0, 0, "local")).sum() * (rank + 1), rel=1e-6
+            )
+
+
 def test_what_cannot_be_captured_is_refused(tmp_path):
     for rank, said in enumerate(run_ranks(4, sharded.refusals, str(tmp_path / "run.zarr"))):
         # how many ranks write, as the first of them counts

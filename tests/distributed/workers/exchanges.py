@@ -546,7 +546,7 @@ def broken_off_shards(rank, mesh):
     same["failed"] = saved() == before
     start = hook.state_dict()
     ends = []
-    for way in ("never", "set to None", "discarded", "loaded"):
+    for way in ("never", "set to None", "zeroed", "discarded", "loaded"):
         hook.load_state_dict(start)
         optimizer.zero_grad()
         if way != "never":

@@ -128,6 +128,40 @@ def unused(rank, world, path, told):
     return [str(w.message) for w in said], np.stack(seen)
 
 
+def in_turns(rank, world, folder):
+    """Capture layers that take turns, and steps of which one is thrown away; then change the model's type."""
+    mesh = mesh_of(world)
+
+    def model():
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+        for module in (*net, net):
+            fully_shard(module, mesh=mesh)
+        return net
+
+    x = torch.ones(2, 4) * (rank + 1)
+    net = model()
+    with Capture(f"{folder}/turns.zarr", net) as capture:
+        for step in range(4):
+            net[step % 2].zero_grad()
+            net[step % 2](x).sum().backward()
+            capture.step()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    net.to(torch.bfloat16)
+    for to_none in (True, False):
+        net = model()
+        path = f"{folder}/thrown-{to_none}.zarr"
+        with Capture(path, net, kinds=("gradient", "local")) as capture:
+            for step in range(3):
+                net.zero_grad(set_to_none=to_none)
+                # two micro-steps
+                net(x).sum().backward()
+                net(x).sum().backward()
+                if step != 1:
+                    capture.step()
+    return {p.dtype for p in net.parameters()}
+
+
 def trained(model, rank, optimizer, first, steps, before=lambda step, loss: None):
     """Return the losses of some steps; `before` is called before each of the optimizer's."""
     losses = []
