@@ -274,7 +274,7 @@ class BucketTap(Tap):
         if self._recorder.phase is not Phase.IDLE and self._unapplied:
             if self._follows_update:
                 self._drop(_LATE)
-            elif self._user_ends:
+            else:
                 self._drop(_UNAPPLIED)
         super().finish()
         self._copies.clear()  # with the writer's memory: DDP holds the hook as long as it lives
@@ -311,12 +311,15 @@ class BucketTap(Tap):
     def _mark_absent(self) -> None:
         """Mark what no bucket has shown; what no backward pass reached is zero."""
         replaced = {layer.name for layer, _ in self._layout.replaced()}
-        unseen = []
+        # empty where no pass shows what it reaches, as that of a rank that joins in others' exchanges
+        unseen, reached = [], self._reached | self._passing
         for layer, parameter in zip(self._layout.layers, self._layout.parameters, strict=True):
             if layer.name in replaced:
                 self._recorder.absent(layer.slice)
             elif id(parameter) in self._participants:
-                continue
+                # DDP's bucket has an earlier step's mean of a part whose turn it is not
+                if reached and id(parameter) not in reached:
+                    self._recorder.unused(layer.slice, ["gradient"])
             elif id(parameter) in self._reached:
                 self._recorder.absent(layer.slice)
                 unseen.append(layer.name)

@@ -555,6 +555,26 @@ def test_gradients_of_earlier_steps_are_zeros(tmp_path):
         assert trace.read(step, layer="2.weight").any() == (step % 2 == 0)
 
 
+def test_a_last_exchange_that_no_optimizer_took_is_no_step(tmp_path, one_rank):
+    """Nor is one before; who applies updates by hand has steps all the same."""
+    for skipped, by_hand in (({1, 3}, False), (set(), False), (set(), True)):
+        net = nn.Linear(4, 2)
+        ddp = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        path = tmp_path / f"{len(skipped)}-{by_hand}.zarr"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Capture(path, ddp) as capture:  # steps are ended by the next exchange
+                ddp.register_comm_hook(*capture.wrap(None, allreduce_hook))
+                for step in range(4):
+                    net.zero_grad()
+                    ddp(torch.full((1, 4), step + 1.0)).sum().backward()
+                    if step not in skipped and not by_hand:
+                        optimizer.step()
+        first = [open_trace(path).read(step)[0] for step in open_trace(path).steps()]
+        assert first == [step + 1 for step in range(4) if step not in skipped]
+
+
 def test_a_capture_that_stops_gives_its_memory_back(tmp_path, one_rank, monkeypatch):
     def full(*_, **__):
         raise TraceError("the disk is full")

@@ -126,6 +126,9 @@ RECORDED = {
     "view": (model, plain_loss, _topk, {"gradient_as_bucket_view": True}),
     "unused": (Heads, heads_loss, _topk, {"find_unused_parameters": True}),
     "unused-dense": (Heads, heads_loss, _dense, {"find_unused_parameters": True}),
+    # as of two optimizers that take turns: the gradient of the other head is left as it is
+    "turns": (Heads, heads_loss, _topk, {"find_unused_parameters": True}),
+    "turns-dense": (Heads, heads_loss, _dense, {"find_unused_parameters": True}),
     "buckets": (model, plain_loss, _topk, {"bucket_cap_mb": 0.05}),
 }
 
@@ -155,7 +158,10 @@ def record(rank, path, name):
     with Capture(path, ddp, buffers=STEPS) as capture:
         ddp.register_comm_hook(*capture.wrap(state, hook))
         for step in range(STEPS):
-            optimizer.zero_grad()
+            used = net
+            if name.startswith("turns"):
+                used = nn.ModuleList([net.body, net.heads[step % 2]])
+            used.zero_grad()
             gradients.append(alone(net, partial(loss_of, rank=rank, step=step)))
             residuals.append(_residual(net, state))
             if name == "channels_last-powersgd":
