@@ -43,7 +43,8 @@ class Notices:
             "lost",
             f"the update of {name} in step {step} was zeroed before its optimizer stepped, after another optimizer "
             "had: it is lost, and error feedback counts it as sent. Around a backward pass that must not train a "
-            "parameter, set its requires_grad to False, or detach its output",
+            "parameter, set its requires_grad to False, or detach its output; where parts of a model take turns, leave "
+            "DDP's gradient_as_bucket_view off",
         )
 
     def unscaled(self) -> None:

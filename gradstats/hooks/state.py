@@ -477,7 +477,7 @@ class CompressionState(Facts):
                 self.discard()
                 self._notices.discarded(undo.step)
             elif waiting := applied.waiting():
-                lost = waiting & self._setup.leftover.zeroed()
+                lost = waiting & self._setup.leftover.zeroed() - self._setup.usage.idle
                 if name := self._setup.layout.name_of(lost):
                     self._notices.lost(name, undo.step)
         self._undo = None

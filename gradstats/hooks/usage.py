@@ -50,16 +50,19 @@ class Usage:
     ----------
     frozen : dict of str to weakref.ref
         Parameters that were not trained when the model was wrapped, by name.
+    idle : set of int
+        Parameters, by identity, that this rank did not use in the last step, and whose memory is as it was before.
     """
 
     def __init__(self, gradient: FlatGradient) -> None:
         self._gradient = gradient
         self._used: set[int] = set()
         self.frozen: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.idle: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy without the parameters, which are others or of another process."""
-        return {**vars(self), "frozen": {}}
+        return {**vars(self), "frozen": {}, "idle": set()}
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Have autograd note when it accumulates a gradient.
@@ -111,7 +114,7 @@ class Usage:
         # in the usual step none: then neither places are listed nor memories copied
         rest = [pair for pair in pairs if id(pair[0]) not in self._used]
         name = self._gradient.layout.name
-        return [
+        remembered = [
             UnusedParameter(
                 *pair, part.key, slot, {k: t[slot].clone() for k, t in part.tensors.items()}
             )
@@ -119,6 +122,9 @@ class Usage:
             for pair in rest
             if (slot := part.slots.get(name(pair[0]))) is not None
         ]
+        # give_back() tells of the others
+        self.idle = {id(p) for p, _ in rest} - {id(each.parameter) for each in remembered}
+        return remembered
 
     def give_back(self, unused: Sequence[UnusedParameter]) -> None:
         """Restore the memory of parameters whose update DDP did not apply.
@@ -134,6 +140,10 @@ class Usage:
             applied = parameter.grad is not None and torch.equal(
                 flatten(parameter, gradient), real_view(parameter.grad).reshape(-1)
             )
+            tensors = parts[key].tensors
             if not applied:
-                for kind, tensor in parts[key].tensors.items():
+                for kind, tensor in tensors.items():
                     tensor[slot] = before[kind]
+            # of a memory that is as before nothing was sent
+            if all(torch.equal(tensor[slot], before[kind]) for kind, tensor in tensors.items()):
+                self.idle.add(id(parameter))

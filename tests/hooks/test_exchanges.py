@@ -100,6 +100,17 @@ def test_a_part_of_an_update_that_is_zeroed_is_said_once():
         assert cut_off == []
 
 
+def test_parts_that_take_turns_lose_nothing_or_say_so():
+    for said, missing in run_ranks(2, exchanges.turns, False):
+        assert said == []
+        assert missing < 1e-6
+    for said, missing in run_ranks(2, exchanges.turns, True):
+        (message,) = said
+        assert "it is lost" in message
+        assert message.endswith("take turns, leave DDP's gradient_as_bucket_view off")
+        assert missing > 1e-3
+
+
 def test_a_scaler_that_the_state_was_not_given_is_said_once():
     for (given, missing, off), refused in run_ranks(2, exchanges.scalers):
         (message,) = missing

@@ -340,6 +340,43 @@ def what_is_lost(rank, world):
     return messages
 
 
+class Turns(nn.Module):
+    """Two parts, one of which is used at a time."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.parts[which](x)
+
+
+def turns(rank, world, view):
+    """What is said where optimizers take turns, each zeroes its own part, and how much is neither applied nor kept."""
+    net = Turns()
+    ddp, state = wrapped(
+        net, TopK(0.2), ddp={"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    )
+    optimizers = [torch.optim.SGD(part.parameters(), 0.01) for part in net.parts]
+    owed, applied = (torch.zeros_like(net.parts[0].weight) for _ in range(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(20):
+            which = step % 2
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(99 * rank + step))
+            optimizers[which].zero_grad()
+            ddp(x, which).square().mean().backward()
+            if not which:
+                weight = net.parts[0].weight.detach().clone().requires_grad_()
+                output = nn.functional.linear(x, weight, net.parts[0].bias.detach())
+                owed += torch.autograd.grad(output.square().mean(), weight)[0]
+                applied += net.parts[0].weight.grad
+            optimizers[which].step()
+    missing = mean(owed - state.residual(net.parts[0].weight)) - applied
+    return [str(w.message) for w in caught], float(missing.abs().max())
+
+
 def scalers(rank, world):
     """What is said of scalers that a state was given, and was not, and of one that is switched off; and its NaN."""
     messages = []
