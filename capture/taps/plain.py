@@ -198,7 +198,7 @@ class PlainTap(Tap):
         self._mark_gone([layer for layer in self._layout.layers if layer.name not in names])
 
     def _unused(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter's gradient is of an earlier step, as where it was frozen, or another part's turn is."""
+        """Tell whether a parameter's gradient is of an earlier step: it is frozen, or another part has its turn."""
         # where no backward pass was seen at all, gradients may be set by hand
         if not self._watch.fired or self._watch.reached(parameter):
             return False
