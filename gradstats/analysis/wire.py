@@ -95,7 +95,9 @@ class Wire(Records):
         str
             The sentence.
         """
-        return smallest_format(self.smallest(error, kind=kind), self._deciding(kind, "all"), error)
+        tried = self._deciding(kind, "all")
+        usual = {*USUAL} <= {r["format"] for r in tried}
+        return smallest_format(self.smallest(error, kind=kind), tried, error, usual)
 
     def _deciding(self, kind: str | None, layer: str) -> list[dict[str, Any]]:
         """Return the records that answer for a layer: those of the sum of ranks, where there are any."""

@@ -78,7 +78,10 @@ def what_changed(whole: Mapping[str, Any]) -> str:
 
 
 def smallest_format(
-    best: Mapping[str, Any] | None, tried: Sequence[Mapping[str, Any]], error: float
+    best: Mapping[str, Any] | None,
+    tried: Sequence[Mapping[str, Any]],
+    error: float,
+    usual: bool = True,
 ) -> str:
     """Say which number format is the smallest with an error below a limit.
 
@@ -90,6 +93,8 @@ def smallest_format(
         Records of all formats, of the whole gradient.
     error : float
         Limit on the relative squared error.
+    usual : bool, optional
+        Whether all usual formats were tried, and not some that were chosen.
     """
     # a gradient of zeros has no error
     known = [r for r in tried if not math.isnan(r["worst"])]
@@ -98,6 +103,8 @@ def smallest_format(
     shown = best or min(known, key=lambda r: r["worst"])
     what = f"the sum of {shown['ranks']} ranks" if shown["ranks"] > 1 else "the gradient"
     bits = f"{format_value(shown['bits'])} bits an element"
+    average, worst = format_value(shown["error"]), format_value(shown["worst"])
+    errors = f"an error of {average} on average, and {worst} at worst"
     # where not all is sent, what is left out is an error no format can lower
     if shown["ratio"] < 1:
         return (
@@ -108,12 +115,12 @@ def smallest_format(
     if best is None:
         return (
             f"no format that was tried keeps the relative squared error of {what} below {error:g}; "
-            f"{_named(shown)} comes closest, with {format_value(shown['worst'])} at {bits}"
+            f"{_named(shown)} comes closest: {bits}, {errors}"
         )
+    smallest = "the smallest format" if usual else "the smallest of the formats tried"
     return (
-        f"the smallest format that keeps the relative squared error of {what} below {error:g} is {_named(shown)}: "
-        f"{bits}, an error of {format_value(shown['error'])} on average, and {format_value(shown['worst'])} at "
-        "worst"
+        f"{smallest} that keeps the relative squared error of {what} below {error:g} is {_named(shown)}: {bits}, "
+        f"{errors}"
     )
 
 
