@@ -246,7 +246,9 @@ def test_the_smallest_format_below_an_error():
     none = found.verdict(1e-12)
     assert "no format that was tried" in none
     # the table has the mean, and the limit is on the largest
-    assert re.search(r"closest: \S+ bits an element, an error of \S+ on average, and \S+ at worst$", none)
+    assert re.search(
+        r"closest: \S+ bits an element, an error of \S+ on average, and \S+ at worst$", none
+    )
     chosen = gradstats.wire(gradient(5000), ["bf16"]).verdict()
     assert "the smallest of the formats tried that keeps" in chosen
     assert isinstance(found, Wire)

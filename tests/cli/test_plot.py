@@ -230,7 +230,7 @@ def test_megabytes_are_those_of_one_rank_and_of_the_captured_steps(tmp_path, dra
         (("tail", "run.zarr", "-o", "x.pdf", "--style", "grey"), "no style 'grey'; there are ticks"),
         (("speedup", "run.zarr", "-o", "x.pdf"), "gradstats plan -o records.json"),
         (("speedup", "x.json", "-o", "x.pdf"), "no speedup in x.json: this figure takes what gradstats plan writes"),
-        (("latency-bars", "plan.json", "-o", "x.pdf"), "no seconds in plan.json: this figure takes what gradstats bench"),
+        (("latency-bars", "plan.json", "-o", "x.pdf"), "no seconds in plan.json: this figure takes what"),
         (("speedup", "y.json", "-o", "x.pdf"), "y.json is not JSON of gradstats plan"),
         (("time-split", "none.json", "-o", "x.pdf"), "cannot read none.json"),
         (("tail", DATA, "-o", "x.pdf"), "one source a figure, and here are "),
