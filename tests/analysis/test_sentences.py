@@ -78,6 +78,8 @@ def test_what_changed_says_the_share_and_the_shortest_message():
     assert changed().endswith("the shortest message is b: 250 bytes of 4 kB, 2.00 bits a weight")
     assert "message is a: 200 bytes" in changed(bytes_a=200)
     assert changed(changed=0.0) == "no weight differs"
+    assert changed(pairs=2).startswith("from one to the next 25 % of the weights differ on average")
+    assert changed(pairs=1) == changed()
 
 
 def test_what_is_predicted_of_fp16_is_beside_the_share_in_fp16():

@@ -62,6 +62,8 @@ def what_changed(whole: Mapping[str, Any]) -> str:
     sizes = {n.removeprefix("bytes_"): v for n, v in whole.items() if n.startswith("bytes_")}
     best = min(sizes, key=sizes.__getitem__)
     share = f"{100 * whole['changed']:.3g} % of the weights differ"
+    if whole.get("pairs", 1) > 1:
+        share = f"from one to the next {share} on average"
     short = f", {100 * whole['changed_bf16']:.3g} % in bf16" * (whole["dtype"] != "bf16")
     prediction = ""
     if not math.isnan(whole["predicted"]):
