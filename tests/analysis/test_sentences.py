@@ -242,6 +242,17 @@ def test_a_plan_gives_each_way_its_own_time_and_limit():
     )
 
 
+def test_what_never_pays_is_said_where_it_is_in_doubt():
+    """As of one worker, which the table says never of."""
+    dense = planned("none", 0.12, 1, "computing", ratio=None, recommended=True, workers=1)
+    slower = planned("topk", 0.121, 0.99, "computing", pays="never", break_even=0.0)
+    text = advice([dense, slower])
+    assert text.startswith("1 worker at ")
+    assert text.endswith(
+        "By the prediction alone it does not pay at any bandwidth; here the difference is within its doubt."
+    )
+
+
 def test_a_faster_way_that_is_not_advised_has_its_reason():
     dense = planned("none", 0.12, 1, "the links", ratio=None, recommended=True)
     faster = planned("topk", 0.1, 1.2, "selecting", pays="always", break_even=NAN)
