@@ -84,8 +84,8 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
     records = [r for r in records if r["measured"]]
     local = [r for r in records if r["local_steps"]]
     text = (
-        f"{workers_of(ddp)} at {format_rate(ddp['rate'])}: with an exchange in every step, by DDP, {_percent(ddp)} of the "
-        f"time is spent computing. "
+        f"{workers_of(ddp)} at {format_rate(ddp['rate'])}: with an exchange in every step, by DDP, {_percent(ddp)} "
+        "of the time is spent computing. "
     )
     enough = [r for r in records if r["utilisation"] >= _BUSY / 100]
     if not enough:
