@@ -184,7 +184,7 @@ def decayed(step, p, low, high, **given):
     return record | given
 
 
-def test_a_decay_is_said_of_the_first_and_the_last_step_and_its_runs_of_the_last():
+def test_a_decay_is_said_of_the_first_and_the_last_step_and_so_are_its_runs():
     control = decayed(None, 0.2, NAN, NAN, kind="laplace", compressible=False)
     unsure = {"reason": "windows disagree", "compressible": None}
     rows = [decayed(3, 0.6, 0.41, 0.79), decayed(5, 0.4, 0.31, 0.49, **unsure)]
@@ -195,7 +195,7 @@ def test_a_decay_is_said_of_the_first_and_the_last_step_and_its_runs_of_the_last
     assert verdict.headline == "Shown at 1 of 3 steps"
     assert verdict.numbers == (
         "p = 0.60 (0.55 to 0.65) at step 3, 0.70 (0.65 to 0.75) at step 9, of the largest 200; "
-        f"by runs of neighbours 0.52 to 0.88. {meaning}"
+        f"by runs of neighbours 0.41 to 0.79 and 0.52 to 0.88. {meaning}"
         "2 of 3 steps: windows disagree (at step 9 p = 0.60 to rank 100, 0.70 to rank 200). "
         "Controls: Laplace 0.20, rejected."
     )
@@ -207,7 +207,10 @@ def test_a_decay_is_said_of_the_first_and_the_last_step_and_its_runs_of_the_last
         "Controls: Laplace 0.20: passes what it must reject!"
     )
     # a sketch does not say where elements lie, so its interval by runs is not known
-    assert "runs" not in decay_shown([decayed(3, 0.6, NAN, NAN)], [control]).numbers
+    unknown = decayed(3, 0.6, NAN, NAN)
+    assert "runs" not in decay_shown([unknown], [control]).numbers
+    one = decay_shown([unknown, decayed(5, 0.6, 0.41, 0.79)], [control]).numbers
+    assert "; by runs of neighbours 0.41 to 0.79 at step 5. " in one
 
 
 def planned(compressor, seconds, speedup, limit, **given):
