@@ -339,8 +339,8 @@ def _replay(
 
     With `fresh`, a rule that remembers runs once more on each gradient without its past.
     """
-    given = ESTIMATORS if estimators is None else estimators
-    names = each_once(check_several(given, "estimators"))
+    every = ESTIMATORS if estimators is None else estimators
+    names = each_once(check_several(every, "estimators"))
     ratios = check_ratios(ratios)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
