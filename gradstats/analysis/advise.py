@@ -182,7 +182,8 @@ def advise(
     tolerance : float, optional
         Relative difference of the loss to dense training that is acceptable.
     without : sequence of str, optional
-        Measured trainings that the advice is to be made without.
+        Measured trainings that the advice is to be made without: by name with every optimizer, or, as ``name/sgd``,
+        with one.
     **over : Unpack[SpreadGradients]
         Gradients to look at, as in :class:`gradstats.analysis.over.SpreadGradients`.
 
@@ -206,8 +207,9 @@ def advise(
     """
     opened = open_source(source)
     limit = check_number(tolerance, "tolerance", 0, math.inf, "[)")
-    known = {t["training"] for t in evidence()["trainings"]}
-    if unknown := [name for name in without if name not in known]:
+    trainings = evidence()["trainings"]
+    known = {t["training"] for t in trainings}
+    if unknown := [name for name in without if name not in known | {*map(_named, trainings)}]:
         raise InputError(
             f"no training {unknown[0]!r} was measured; there are {', '.join(sorted(known))}"
         )
@@ -242,7 +244,8 @@ def advice_for(
     plans : sequence of mapping, optional
         Records of a plan.
     """
-    measured = [t for t in evidence()["trainings"] if t["training"] not in without]
+    trainings = evidence()["trainings"]
+    measured = [t for t in trainings if not {t["training"], _named(t)} & {*without}]
     records = choose(kind, properties, optimizer, tolerance, measured, plans)
     nonzero = properties.get("nonzero", 1.0)
     known = {name for name, value in properties.items() if not math.isnan(value)}
@@ -274,8 +277,14 @@ def advice_for(
         nonzero=nonzero,
         enough=enough,
         ranks=_ranks(properties),
+        unlike=optimizer if optimizer and not family_of(optimizer) else "",
     )
     return Advice(**fields, records=records, verdict=verdict)
+
+
+def _named(training: Mapping[str, Any]) -> str:
+    """Return the name of a training with its optimizer, as :attr:`Advice.records` has it."""
+    return f"{training['training']}/{training['optimizer']}"
 
 
 def _ranks(properties: Mapping[str, float]) -> Ranks:
@@ -485,7 +494,7 @@ def choose(
             for run in training["runs"]:
                 key = tuple(run[n] for n in _SETTING)
                 rows = settings.setdefault(key, [])
-                name = f"{training['training']}/{training['optimizer']}"
+                name = _named(training)
                 # a training may have been measured for several lengths: it counts once
                 if len({r["of"] for r in rows if r["family"] == family} | {name}) <= NEAREST:
                     rows.append(run | {"of": name, "family": family, "far": far[id(training)]})

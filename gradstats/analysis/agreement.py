@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
@@ -69,7 +70,7 @@ def agreement(
         noise_scale, low, high: the gradient noise scale tr Σ ÷ ‖G‖², which estimates the critical batch size, and its
         95 % interval; ranks, world (ranks that trained together, those captured where the trace does not say),
         workers, ratio, k, batch; without, steps that the noise scale leaves out, as the gradients are zero or not
-        finite; reason, why there is no interval.
+        finite; incomplete, steps that are left out altogether, as a rank lacks them; reason, why there is no interval.
 
     Raises
     ------
@@ -102,19 +103,21 @@ def agreement(
         batch = stored if isinstance(stored, int) and stored > 0 else None
     # 0 where no world size is known: the ranks captured then count
     trained = opened.trace.world_size if isinstance(opened, TraceSource) else 0
-    records = Records()
-    steps = each_step(opened, subset_of(over), [k_ratio], predicted, over["client"])
+    records, subset = Records(), subset_of(over)
+    held = Counter(kind for kind, _ in {(kind, step) for _, kind, step in subset.keys(opened)})
+    steps = each_step(opened, subset, [k_ratio], predicted, over["client"])
     for kind, of_kind in itertools.groupby(steps, key=lambda one: one[0]):
         several: dict[str, list[dict[str, Any]]] = {}
         for _, step, of_layers in of_kind:
             for layer, (comparison,) in of_layers.items():
                 labels = {"trace": opened.name, "step": step, "kind": kind, "layer": layer}
                 several.setdefault(layer, []).append(comparison)
-                records.append(_record(labels, [comparison], batch, trained))
+                records.append(_record(labels, [comparison], batch, trained, 0))
             over["on_progress"]()
         for layer, comparisons in several.items():
             labels = {"trace": opened.name, "step": None, "kind": kind, "layer": layer}
-            records.append(_record(labels, comparisons, batch, trained))
+            incomplete = held[kind] - len(comparisons)
+            records.append(_record(labels, comparisons, batch, trained, incomplete))
     return records
 
 
@@ -173,8 +176,12 @@ def _together(source: Source, subset: Subset) -> dict[Kind, dict[int, list[int]]
         if common:
             common_steps[kind] = common
     if not common_steps:
+        several = [r for by_step in ranks.values() for r in by_step.values() if len(r) > 1]
         raise InputError(
-            f"{source.name} has no step that two ranks hold; capture several ranks (gradstats capture without --rank)"
+            f"{source.name} has no step that all ranks hold; name ranks that hold the same steps with --rank"
+            if several
+            else f"{source.name} has no step that two ranks hold; capture several ranks (gradstats capture without "
+            "--rank)"
         )
     return common_steps
 
@@ -276,7 +283,11 @@ def _largest(vector: Array, k: int, rank: int) -> NDArray[np.int64]:
 
 
 def _record(
-    labels: dict[str, Any], comparisons: Sequence[dict[str, Any]], batch: int | None, trained: int
+    labels: dict[str, Any],
+    comparisons: Sequence[dict[str, Any]],
+    batch: int | None,
+    trained: int,
+    incomplete: int,
 ) -> dict[str, Any]:
     """Return the record of one step or of several: means over them, and the noise scale's ratio of means."""
     noise, signal = (np.array([f[name] for f in comparisons]) for name in ("noise", "signal"))
@@ -318,5 +329,6 @@ def _record(
         "world": max(trained, comparisons[0]["ranks"]),
         "batch": batch,
         "without": int(np.count_nonzero(~telling)),
+        "incomplete": incomplete,
         "reason": reason,
     }

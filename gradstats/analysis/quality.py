@@ -339,8 +339,8 @@ def _replay(
 
     With `fresh`, a rule that remembers runs once more on each gradient without its past.
     """
-    several = ESTIMATORS if estimators is None else estimators
-    names = each_once(check_several(several, "estimators"))
+    every = ESTIMATORS if estimators is None else estimators
+    names = each_once(check_several(every, "estimators"))
     ratios = check_ratios(ratios)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
@@ -375,7 +375,7 @@ def _remembers(rule: Estimator) -> bool:
 
 EMPTY = "no element is finite and not zero"
 """Status of a gradient of which no rule can keep anything."""
-INFINITE = "infinite elements were kept beside k finite ones"
+INFINITE = "infinite elements were kept beside at most k finite ones"
 """Status of a gradient of which a rule keeps more than k, as infinities are above every threshold."""
 _ROUNDING = 1e-9
 """Relative difference of two sums of squares that is one of rounding."""
@@ -385,7 +385,8 @@ def _status(played: _Played, count: int, best: _BestK) -> str:
     """Return what there is to say of a count beside its number, or ``ok``."""
     if best.empty:
         return EMPTY
-    if best.infinite and count > played.estimate.k:
+    # NaN is above no threshold, and finite elements beyond k are not of the infinite ones
+    if best.nonfinite and count > played.estimate.k >= count - _infinite(played.selection):
         return INFINITE
     if count < played.estimate.k and played.estimate.threshold == 0:
         return "all non-zero elements were kept: there are fewer than asked for"
@@ -393,6 +394,10 @@ def _status(played: _Played, count: int, best: _BestK) -> str:
         largest = "the largest replaces it" if count else "nothing is kept"
         return f"no element reaches the rule's threshold: {largest}"
     return "ok"
+
+
+def _infinite(selection: Selection) -> int:
+    return int(np.count_nonzero(np.isinf(as_numpy(selection.values))))
 
 
 class _BestK:
@@ -403,7 +408,7 @@ class _BestK:
         # the sum of logarithms is not needed
         sums = moments(values, log=False)
         self._total, self.empty = sums.sum_squares, not sums.count
-        self.infinite = sums.nonfinite > 0
+        self.nonfinite = sums.nonfinite > 0
         self._energies: dict[int, float] = {}
         self._design: dict[int, float] = {}
 

@@ -95,7 +95,14 @@ class Wire(Records):
         str
             The sentence.
         """
-        return smallest_format(self.smallest(error, kind=kind), self._deciding(kind, "all"), error)
+        return smallest_format(
+            self.smallest(error, kind=kind), self._deciding(kind, "all"), error, self._usual
+        )
+
+    @property
+    def _usual(self) -> bool:
+        """Whether all usual formats were tried."""
+        return {*USUAL} <= {r["format"] for r in self}
 
     def _deciding(self, kind: str | None, layer: str) -> list[dict[str, Any]]:
         """Return the records that answer for a layer: those of the sum of ranks, where there are any."""

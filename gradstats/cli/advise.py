@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,10 @@ def advise(  # numpydoc ignore=PR01
     ] = 0.02,
     without: Annotated[
         list[str] | None,
-        typer.Option(help="Leave out a measured training (repeatable).", metavar="TRAINING"),
+        typer.Option(
+            help="Leave out a measured training, or, as NAME/sgd, that with one optimizer (repeatable).",
+            metavar="TRAINING",
+        ),
     ] = None,
     step: StepOption = None,
     scheduler: SchedulerOption = None,
@@ -120,12 +124,14 @@ def advise(  # numpydoc ignore=PR01
     columns = ["rule", "ratio", "memory", "format", "low", "high", "runs", "bytes", "reason"]
     if plans:
         columns.insert(-1, "speedup")
+        if any(isnan(r["speedup"]) for r in advice.records):
+            note("speedup –: of such a setting the plan has no time, so it is not recommended")
     emit(
         advice.records,
         format,
         output,
         columns=columns,
-        title="Settings that were measured",
+        title="Settings that were measured; low, high: how far the loss ended from dense, as a share of it",
         group_by=(),
         answers=(f"{advice.verdict.headline}.", *advice.verdict.numbers.split("\n")),
     )

@@ -159,6 +159,11 @@ def agreement(  # numpydoc ignore=PR01
         return
     if len(shown) < len(records):
         note(f"{len(shown)} of {len(records)} rows, over all steps; --all has every step.")
+    if incomplete := max(r["incomplete"] for r in records):
+        are, it = ("step is", "it") if incomplete == 1 else ("steps are", "them")
+        note(
+            f"{incomplete} {are} left out, as a rank lacks {it}: name ranks that hold {it} with --rank"
+        )
     known = records[0]["batch"]
     unit = "samples" if known else "batches of one rank (--batch says how many samples they have)"
     note(f"noise scale in {unit}; union of {records[0]['workers']} workers, k = {ratio:g} d")

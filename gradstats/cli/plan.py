@@ -151,7 +151,7 @@ def plan(  # numpydoc ignore=PR01
     """
     from gradstats import network
     from gradstats.analysis.pieces import connect
-    from gradstats.analysis.verdicts.plans import ALIKE
+    from gradstats.analysis.verdicts.plans import ALIKE, workers_of
     from gradstats.collectives.codec import PLAIN, Codec
     from gradstats.console import progress_bar
     from gradstats.network.rates import format_rate, parse_rate
@@ -202,7 +202,7 @@ def plan(  # numpydoc ignore=PR01
     plans = [list(group) for _, group in groupby(records, lambda r: (r["workers"], r["rate"]))]
     if format == "table" and output is None:
         for each in plans:
-            at = f"A step of {each[0]['workers']} workers at {format_rate(each[0]['rate'])}"
+            at = f"A step of {workers_of(each[0])} at {format_rate(each[0]['rate'])}"
             title = (
                 f"{at} in ms, the share of it that is computing, and the Mbit/s that so many percent take"
                 if local

@@ -274,7 +274,7 @@ def _from_file(path: Path, of: str) -> Records:
     # the largest gradient, with the fewest threads
     if of.startswith("bench ") and records:  # one size and number of threads
         numel = max(r.get("numel", 0) for r in records)
-        records = [r for r in records if r.get("numel") == numel]
+        records = [r for r in records if r.get("numel", 0) == numel]
         threads = min(r.get("threads", 1) for r in records)
         records = [r for r in records if r.get("threads", 1) == threads]
     return records
@@ -363,9 +363,6 @@ FIGURES: dict[str, Figure] = {
         1.1,
         True,
     ),
-    "timeline": Figure(
-        partial(_records, fields=("lane", "layer", "start", "end"), of="timelines"), records=True
-    ),
     "build_up": Figure(
         partial(_records, fields=("compressor", "nproc", "build_up"), of=_LIVE), records=True
     ),
@@ -380,7 +377,10 @@ FIGURES: dict[str, Figure] = {
         partial(_records, fields=("compressor", "seed"), of=_LIVE, options=_curves), records=True
     ),
 }
-"""Functions of :mod:`gradstats.plots` by name, and the reading that each needs."""
+"""Functions of :mod:`gradstats.plots` by name, and the reading that each needs.
+
+Not ``timeline``: no command writes its records, which Python has of :func:`gradstats.network.simulate`.
+"""
 
 
 def _kinds() -> tuple[str, ...]:
@@ -459,9 +459,9 @@ def plot(  # numpydoc ignore=PR01
 
     Of one gradient, the last of the first kind and rank unless chosen: tail, density, qq, mean-excess,
     parameter-stability. Of the first, middle and last step: magnitude-decay, best-k-error, local-exponent,
-    window-exponent. Of a training: drift, drift-map, layer-map, quality-bars, quality-over-steps; of its compressor
-    build-up, lags-delta, matching-rate, training-curves. Of records, as `-o FILE.json` of bench, plan and bench-network
-    writes them: latency-bars, speedup, time-split, timeline.
+    window-exponent. Of a training: overview, drift, drift-map, layer-map, quality-bars, quality-over-steps; of its
+    compressor build-up, lags-delta, matching-rate, training-curves. Of records, as `-o FILE.json` of bench, plan and
+    bench-network writes them: latency-bars, speedup, time-split.
     """
     from gradstats import plots
     from gradstats.errors import unknown

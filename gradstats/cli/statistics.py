@@ -71,7 +71,8 @@ FITS = Table(
     ("trace", "kind"),
 )
 CLOSEST = Table(
-    "The nearest model, fitted at the steps shown; its errors are those on the data that it was fitted to",
+    "The nearest model, fitted at the steps shown; its errors are those on the data that it was fitted to; tail error: "
+    "the largest at ratios down to 0.0001",
     (
         *("trace", "step", "rank", "kind", "layer", "model", "method", "params", "ks"),
         "tail_error",
@@ -230,7 +231,9 @@ def _closest_laws(
     named = Records()
     chosen: dict[str, Any] = {"steps": steps, "kinds": kinds}  # the options have checked them
     for each in matching(open_sources(source), ranks=ranks, **chosen):
-        one = ranks or [min(rank for rank, _, _ in each.select())]
+        held = {rank for rank, _, _ in each.select()}
+        one = ranks or [min(held)]
+        of = f", rank {one[0]} of {len(held)}" if not ranks and len(held) > 1 else ""
         way: Any = method
         pairs = law_pairs(each, models, method=way, ranks=one, most=_MOST_STEPS, **chosen)
         laws = closest_laws(pairs)
@@ -238,7 +241,7 @@ def _closest_laws(
             if kinds and kind not in kinds:
                 continue
             judged = [r for r in laws if r["kind"] == kind]
-            answers.append(f"{each.name}, {kind}: {closest_law(judged)}")
+            answers.append(f"{each.name}, {kind}{of}: {closest_law(judged)}")
             here = [r for r in records if (r["trace"], r["kind"]) == (each.name, kind)]
             law, _ = named_law(judged)
             named += _fits_of(law, here, each) if law else closest(here)

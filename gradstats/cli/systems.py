@@ -42,5 +42,11 @@ def compression(  # numpydoc ignore=PR01
         steps = "steps of a gradstats compressor"
         if per_layer:
             steps = "diagnosed steps; capture with --diagnose-every N, CompressionState(diagnose_every=N)"
+        # what info calls its compressor ran elsewhere, or was not asked
+        elif names := [t.attrs["compressor"] for t in traces if "compressor" in t.attrs]:
+            raise InputError(
+                f"{source} does not hold what its compressor, {names[0]}, did: capture.wrap(state, compression_hook) "
+                "captures it"
+            )
         raise InputError(f"{source} holds no {steps}")
     (BY_LAYER if per_layer else BY_STEP).emit(records, format, output)

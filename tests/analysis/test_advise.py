@@ -197,6 +197,10 @@ def test_trainings_count_with_optimizers_of_their_own_kind(measured):
     # fifteen trainings of five models are no fifteen models
     assert "In the 15 measured trainings of 5 models with" in said(unknown).numbers
     assert "in one case of 6 if it is like these" in said(unknown).numbers
+    for name, told in (("foo", True), ("SGD", False), (None, False)):
+        numbers = advise.advice_for("gradient", ALIKE, name).verdict.numbers
+        said_so = "No measured training has an optimizer like 'foo': those of all families count."
+        assert (said_so in numbers) == told
 
 
 def test_a_training_is_judged_by_the_mean_of_its_seeds(measured):
@@ -375,6 +379,11 @@ def test_traces_know_their_ranks_and_optimizer(tmp_path, measured):
         gradstats.advise(path, without=["nope"])
     with pytest.raises(InputError, match="tolerance"):
         gradstats.advise(path, tolerance=-1)
+    # a name is that of every optimizer, and as the records have it of one
+    measured([*near(6), *near(6, optimizer="adamw")])
+    for without, left in (("near1", False), ("near1/sgd", False), ("near1/adamw", True)):
+        best = gradstats.advise(path, optimizer="SGD", without=[without]).records[0]
+        assert ("near1/sgd" in best["evidence"]) == left
 
 
 def test_ranks_that_were_captured_after_averaging_do_not_tell_how_workers_differ(
@@ -535,6 +544,12 @@ def test_the_command_says_and_stores_it(measured, tmp_path, monkeypatch):
     assert run("advise", path, *cluster).returncode == 0
     assert run("advise", path, *cluster, "--step", 0).returncode == 0
     assert asked == [([64], [*RATIOS], None), ([64], [*RATIOS], [0])]
+    # of bf16 this plan has no time
+    assert (
+        "speedup –: of such a setting the plan has no time" in run("advise", path, *cluster).stderr
+    )
+    asked.pop()
+    assert "speedup" not in run("advise", path).stderr
     # what is sparse already is planned at the ratio at which nothing is lost, and is told so
     values = np.zeros(10_000, np.float32)
     values[:250] = np.random.default_rng(0).laplace(size=250)

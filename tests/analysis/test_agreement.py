@@ -267,6 +267,10 @@ def test_a_step_that_lacks_a_rank_does_not_count(tmp_path):
         assert over[name] == pytest.approx(np.mean([r[name] for r in each]))
     assert {r["ranks"] for r in (*each, over)} == {3}
     assert {r["world"] for r in gradstats.agreement(path, ranks=[0, 2])} == {3}
+    assert [r["incomplete"] for r in (*each, over)] == [0, 0, 0, 1]
+    said = "1 step is left out, as a rank lacks it: name ranks that hold it with --rank"
+    assert said in run("agreement", path).stderr
+    assert "left out" not in run("agreement", path, "--rank", 0, "--rank", 2).stderr
 
 
 def test_what_has_no_ranks_to_compare_is_one_line(tmp_path, trace):
@@ -274,6 +278,14 @@ def test_what_has_no_ranks_to_compare_is_one_line(tmp_path, trace):
         gradstats.agreement(write(tmp_path / "one.zarr", 1, 2))
     with pytest.raises(InputError, match="no step that two ranks hold"):
         gradstats.agreement(np.ones(5, np.float32))
+    create_trace(tmp_path / "three.zarr", LAYERS, world_size=3)
+    for rank, steps in enumerate([(0,), (0, 1), (1,)]):
+        writer = TraceWriter(tmp_path / "three.zarr", rank)
+        for step in steps:
+            writer.append(step, {"gradient": gradient(step, rank)})
+        writer.close()
+    with pytest.raises(InputError, match="no step that all ranks hold; name ranks that hold the"):
+        gradstats.agreement(tmp_path / "three.zarr")
     create_trace(tmp_path / "s.zarr", LAYERS, world_size=2)
     for rank in range(2):
         writer = TraceWriter(tmp_path / "s.zarr", rank, store="sketches")

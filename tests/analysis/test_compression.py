@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from conftest import DATA
 from ranks import run_ranks
 from support.terminal import main
 from workers import layerwise as cases
@@ -82,6 +83,9 @@ def test_runs_without_a_compressor_say_so(tmp_path, capsys):
     assert gradstats.compression(trace) == gradstats.compression(trace, per_layer=True) == []
     assert run("compression", path) == 2
     assert capsys.readouterr().err.strip().endswith("holds no steps of a gradstats compressor")
+    # info names this one's compressor
+    assert run("compression", DATA / "resnet20-ef.zarr") == 2
+    assert "does not hold what its compressor, topk, did: capture.wrap" in capsys.readouterr().err
 
 
 def test_a_damaged_column_is_one_line(tmp_path):

@@ -185,6 +185,20 @@ def test_an_error_that_a_gradient_does_not_have_is_left_out():
     assert np.isnan(summarise(records)[0]["energy_error"])
 
 
+def test_infinite_elements_are_blamed_only_for_what_they_add():
+    """NaN is above no threshold, and a rule that keeps more than k finite elements does so without infinities."""
+    values = np.random.default_rng(0).laplace(size=4000).astype(np.float32)
+    for odd, rule, blamed in (
+        (np.inf, "exact", True),
+        (np.nan, "redsync", False),
+        (np.inf, "redsync", False),
+    ):
+        values[:2] = odd
+        (record,) = quality_series(values, (0.1,), (rule,))
+        assert record["selected"] > record["k"]
+        assert ("infinite" in record["status"]) == blamed, (odd, rule)
+
+
 def test_the_mean_over_a_run_has_an_interval(trace_path):
     rng = np.random.default_rng(0)
     values = 1 + 0.1 * np.diff(rng.standard_normal(51))  # no step goes on as the last one did

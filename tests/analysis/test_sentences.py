@@ -78,6 +78,8 @@ def test_what_changed_says_the_share_and_the_shortest_message():
     assert changed().endswith("the shortest message is b: 250 bytes of 4 kB, 2.00 bits a weight")
     assert "message is a: 200 bytes" in changed(bytes_a=200)
     assert changed(changed=0.0) == "no weight differs"
+    assert changed(pairs=2).startswith("from one to the next 25 % of the weights differ on average")
+    assert changed(pairs=1) == changed()
 
 
 def test_what_is_predicted_of_fp16_is_beside_the_share_in_fp16():
@@ -182,7 +184,7 @@ def decayed(step, p, low, high, **given):
     return record | given
 
 
-def test_a_decay_is_said_of_the_first_and_the_last_step_and_its_runs_of_the_last():
+def test_a_decay_is_said_of_the_first_and_the_last_step_and_so_are_its_runs():
     control = decayed(None, 0.2, NAN, NAN, kind="laplace", compressible=False)
     unsure = {"reason": "windows disagree", "compressible": None}
     rows = [decayed(3, 0.6, 0.41, 0.79), decayed(5, 0.4, 0.31, 0.49, **unsure)]
@@ -193,7 +195,7 @@ def test_a_decay_is_said_of_the_first_and_the_last_step_and_its_runs_of_the_last
     assert verdict.headline == "Shown at 1 of 3 steps"
     assert verdict.numbers == (
         "p = 0.60 (0.55 to 0.65) at step 3, 0.70 (0.65 to 0.75) at step 9, of the largest 200; "
-        f"by runs of neighbours 0.52 to 0.88. {meaning}"
+        f"by runs of neighbours 0.41 to 0.79 and 0.52 to 0.88. {meaning}"
         "2 of 3 steps: windows disagree (at step 9 p = 0.60 to rank 100, 0.70 to rank 200). "
         "Controls: Laplace 0.20, rejected."
     )
@@ -205,7 +207,10 @@ def test_a_decay_is_said_of_the_first_and_the_last_step_and_its_runs_of_the_last
         "Controls: Laplace 0.20: passes what it must reject!"
     )
     # a sketch does not say where elements lie, so its interval by runs is not known
-    assert "runs" not in decay_shown([decayed(3, 0.6, NAN, NAN)], [control]).numbers
+    unknown = decayed(3, 0.6, NAN, NAN)
+    assert "runs" not in decay_shown([unknown], [control]).numbers
+    one = decay_shown([unknown, decayed(5, 0.6, 0.41, 0.79)], [control]).numbers
+    assert "; by runs of neighbours 0.41 to 0.79 at step 5. " in one
 
 
 def planned(compressor, seconds, speedup, limit, **given):
@@ -237,6 +242,17 @@ def test_a_plan_gives_each_way_its_own_time_and_limit():
     assert advice([coded, planned("topk", 0.02, 6, "selecting", quality=0.5), dense]).endswith(
         "It pays below 300 Mbit/s. Its codec (rice, int8) pays above 50 Mbit/s. topk at ratio "
         "0.01 (20 ms) is no faster, within the interval, if it sent k elements and not 0.5 k."
+    )
+
+
+def test_what_never_pays_is_said_where_it_is_in_doubt():
+    """As of one worker, which the table says never of."""
+    dense = planned("none", 0.12, 1, "computing", ratio=None, recommended=True, workers=1)
+    slower = planned("topk", 0.121, 0.99, "computing", pays="never", break_even=0.0)
+    text = advice([dense, slower])
+    assert text.startswith("1 worker at ")
+    assert text.endswith(
+        "By the prediction alone it does not pay at any bandwidth; here the difference is within its doubt."
     )
 
 

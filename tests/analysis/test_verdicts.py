@@ -290,6 +290,8 @@ def test_gradients_of_which_nothing_can_be_kept_judge_no_rule(rest, tmp_path):
     assert (row["mean"], row["n"], row["status"]) == (1, 6, "ok")
     none = judged_rules(series_of(trace_of(tmp_path / "none", left), Subset(), [0.01]))
     assert which_rule(none).headline == "No estimating rule is judged"
+    # no space that a sentence after it would double
+    assert str(which_rule([])) == "No estimating rule is judged."
     assert "no element is finite and not zero" in which_rule(none).numbers
 
 

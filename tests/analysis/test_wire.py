@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tracemalloc
 
 import numpy as np
@@ -241,7 +242,15 @@ def test_the_smallest_format_below_an_error():
     assert best["bits"] == min(r["bits"] for r in below)
     assert found.smallest(1e-12) is None
     assert f"below 0.01 is {best['format']}" in found.verdict()
-    assert "no format that was tried" in found.verdict(1e-12)
+    assert "the smallest format that keeps" in found.verdict()
+    none = found.verdict(1e-12)
+    assert "no format that was tried" in none
+    # the table has the mean, and the limit is on the largest
+    assert re.search(
+        r"closest: \S+ bits an element, an error of \S+ on average, and \S+ at worst$", none
+    )
+    chosen = gradstats.wire(gradient(5000), ["bf16"]).verdict()
+    assert "the smallest of the formats tried that keeps" in chosen
     assert isinstance(found, Wire)
     for error in (0, -1, math.nan, "0.1"):
         with pytest.raises(InputError, match="error must be in"):

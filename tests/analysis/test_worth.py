@@ -1,6 +1,8 @@
 """Whether to compress: three sentences, which take what kept the loss from measured trainings."""
 
+import numpy as np
 import pytest
+from support.terminal import records
 
 from gradstats.analysis.verdicts import Verdict
 from gradstats.analysis.verdicts.worth import should_compress
@@ -43,10 +45,21 @@ def test_where_nothing_kept_the_loss_local_steps_are_next(tried):
 
 def test_steps_that_a_scaler_skipped_can_be_left_out():
     asked = "\nA sum over workers passes them on to all. If a loss scaler skipped {}, ask of the others: gradstats "
-    asked += "advise run.zarr --step …\nNext: gradstats info run.zarr"
+    asked += "advise run.zarr --step …\nNext: gradstats info run.zarr --all"
     for bad, these in ((1, "that step"), (3, "those steps")):
         assert said(tried=None, unsound=(bad, 4)).numbers.endswith(asked.format(these))
-    assert "scaler" not in said(tried=None, unsound=(4, 4)).numbers
+    # a file is one step, and info does not count its elements
+    every = said(tried=None, unsound=(4, 4)).numbers
+    assert "scaler" not in every
+    assert every.endswith("Next: gradstats drift run.zarr --quantity nonfinite --per-layer")
+
+
+def test_a_file_with_nan_is_told_where_they_are(tmp_path):
+    values = np.random.default_rng(0).laplace(size=2000).astype(np.float32)
+    values[7] = np.nan
+    np.savez(tmp_path / "g.npz", a=values[:1000], b=values[1000:])
+    rows = records("drift", tmp_path / "g.npz", "--quantity", "nonfinite", "--per-layer")
+    assert {r["layer"]: r["mean"] for r in rows} == {"all": 1, "a": 1, "b": 0}
 
 
 def test_a_plan_goes_first():

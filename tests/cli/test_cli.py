@@ -127,6 +127,19 @@ def test_layers_steps_kinds_and_windows_can_be_chosen():
     assert one[0]["mean"] > 2
 
 
+TWICE = {
+    "quality": ("--ratio", 0.01, "--estimator", "dgc"),
+    "fit": ("--model", "laplace"),
+    "drift": ("--quantity", "threshold", "--quantity", "mean", "--model", "laplace", "--ratio", 0.01),
+}  # fmt: skip
+
+
+@every(("command", "asked"), TWICE.items())
+def test_what_is_asked_for_twice_is_measured_once(command, asked):
+    chosen = (EF, "--kind", "gradient", "--step", 10)
+    assert records(command, *chosen, *asked, *asked) == records(command, *chosen, *asked)
+
+
 WIDE = [
     ("info", DATA),
     ("fit", DATA, "--per-layer", "--step", 10, "--bootstrap", 2, "--size", 100, "--model", "laplace"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ FILES = {
     "latency_bars": "bench",
     "speedup": "speedup",
     "time_split": "time_split",
-    "timeline": "timeline",
     "build_up": "build_up",
     "lags_delta": "delta",
     "matching_rate": "matching_rate",
@@ -54,7 +54,11 @@ def drawn(monkeypatch):
 def test_every_figure_of_the_package_can_be_drawn():
     # names of types are not called
     drawn = {name for name in plots.__all__ if inspect.isfunction(getattr(plots, name))}
-    assert set(FIGURES) == drawn - {"png", "save"}
+    # no command writes the records of a timeline
+    assert set(FIGURES) == drawn - {"png", "save", "timeline"}
+    listed = run("plot", "--help").stdout
+    assert all(re.search(rf"\b{name.replace('_', '-')}\b", listed) for name in FIGURES)
+    assert "timeline" not in listed
 
 
 @every("name", FIGURES)
@@ -126,9 +130,9 @@ def test_a_layer_is_drawn_or_refused(name, trace, drawn, monkeypatch):
 
     monkeypatch.setattr(plots, name, spy)
     source = RESULTS / f"{FILES[name]}.json" if name in FILES else trace
-    layer = {"lags_delta": "*weight", "timeline": "*"}.get(name, "a.bias")
+    layer = "*weight" if name == "lags_delta" else "a.bias"
     done = run("plot", name.replace("_", "-"), source, "-o", "x.svg", "--layer", layer)
-    if FIGURES[name].records and name not in ("lags_delta", "timeline"):
+    if FIGURES[name].records and name != "lags_delta":
         assert done.returncode == 2
         assert "this figure is of no layer by itself: leave out --layer" in done.stderr
         return
@@ -226,6 +230,7 @@ def test_megabytes_are_those_of_one_rank_and_of_the_captured_steps(tmp_path, dra
         (("tail", "run.zarr", "-o", "x.pdf", "--style", "grey"), "no style 'grey'; there are ticks"),
         (("speedup", "run.zarr", "-o", "x.pdf"), "gradstats plan -o records.json"),
         (("speedup", "x.json", "-o", "x.pdf"), "no speedup in x.json: this figure takes what gradstats plan writes"),
+        (("latency-bars", "plan.json", "-o", "x.pdf"), "no seconds in plan.json: this figure takes what"),
         (("speedup", "y.json", "-o", "x.pdf"), "y.json is not JSON of gradstats plan"),
         (("time-split", "none.json", "-o", "x.pdf"), "cannot read none.json"),
         (("tail", DATA, "-o", "x.pdf"), "one source a figure, and here are "),
@@ -237,6 +242,10 @@ def test_a_figure_that_cannot_be_drawn_says_why(command, said, trace, tmp_path, 
     np.save("g.npy", np.ones(9, np.float32))
     (trace.parent / "x.json").write_text(
         json.dumps([{"compressor": "topk", "ratio": 0.1}]), "utf-8"
+    )
+    # what other commands write has no `numel`
+    (trace.parent / "plan.json").write_text(
+        json.dumps([{"compressor": "topk", "ratio": 0.1, "speedup": 1.2}]), "utf-8"
     )
     (trace.parent / "y.json").write_text("{}", "utf-8")
     done = run("plot", *command)

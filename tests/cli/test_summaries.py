@@ -81,6 +81,24 @@ def test_layers_that_changed_most_are_shown_and_the_others_counted(tmp_path):
 def test_a_title_does_not_name_the_last_step_of_others(steps):
     title = " ".join(run("fit", EF, "--kind", "gradient", *steps).stdout.split())
     assert "The nearest model, fitted at the steps shown;" in title
+    assert "tail error: the largest at ratios down to 0.0001" in title
+
+
+def test_a_law_is_said_of_the_rank_that_it_is_of():
+    """One rank is looked at where none is asked for."""
+    fit = (
+        "fit",
+        DATA / "ranks" / "resnet8.zarr",
+        "--kind",
+        "gradient",
+        "--model",
+        "laplace",
+        "--step",
+        300,
+    )
+    assert run(*fit).stdout.startswith("resnet8, gradient, rank 0 of 2: ")
+    assert run(*fit, "--rank", 1).stdout.startswith("resnet8, gradient: ")
+    assert run("fit", EF, *fit[2:6], "--step", 10).stdout.startswith("resnet20-ef, gradient: ")
 
 
 def test_the_heaviest_layers_are_only_first_where_the_title_says_so():

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from gradstats.analysis.verdicts.verdict import Verdict, signed_percent
+from gradstats.primitives.ratio import shown
 from gradstats.tables import format_uncertain
 
 __all__ = [
@@ -50,6 +51,7 @@ def what_to_try(
     nonzero: float,
     enough: bool,
     ranks: Ranks = "compared",
+    unlike: str = "",
 ) -> Verdict:
     """Say which compression to try, and what that rests on.
 
@@ -73,6 +75,8 @@ def what_to_try(
         Whether there are elements enough to compare trainings by.
     ranks : {"compared", "same", "unknown"}
         Whether ranks were compared.
+    unlike : str, optional
+        Name of an optimizer that tells of no family, so that trainings of all count.
 
     Returns
     -------
@@ -138,6 +142,8 @@ def what_to_try(
         less = [r for r in known if r["bytes"] < best["bytes"] and not r["acceptable"]]
         if less:
             basis += f" Of what sends less, {setting_of(less[-1])} {less[-1]['reason']}."
+    if unlike:
+        basis += f" No measured training has an optimizer like {shown(unlike)}: those of all families count."
     caveat = f"These are {_SHORT}."
     if held and best["rule"] != "none":
         always = f", always by {held['settings'][0]}" if len(held["settings"]) == 1 else ""

@@ -46,9 +46,14 @@ def decay_shown(
         for r, ranks in zip(ends, of, strict=True)
     )
     at += f", {of[0]}" if alike else ""
-    # the interval above is that of independent elements
-    low, high = ends[-1]["runs_low"], ends[-1]["runs_high"]
-    runs = f"; by runs of neighbours {signed(low)} to {signed(high)}" if math.isfinite(low) else ""
+    # the intervals above are those of independent elements
+    known = [r for r in ends if math.isfinite(r["runs_low"])]
+    each = " and ".join(
+        f"{signed(r['runs_low'])} to {signed(r['runs_high'])}"
+        + f" at step {r['step']}" * (len(known) < len(ends))
+        for r in known
+    )
+    runs = f"; by runs of neighbours {each}" if known else ""
     numbers = (
         f"p = {at}{runs}. Shown means p above ½ in every window, by Hill's estimate and by "
         "σ_k too, and a power law likelier than a log-normal. "

@@ -62,6 +62,8 @@ def what_changed(whole: Mapping[str, Any]) -> str:
     sizes = {n.removeprefix("bytes_"): v for n, v in whole.items() if n.startswith("bytes_")}
     best = min(sizes, key=sizes.__getitem__)
     share = f"{100 * whole['changed']:.3g} % of the weights differ"
+    if whole.get("pairs", 1) > 1:
+        share = f"from one to the next {share} on average"
     short = f", {100 * whole['changed_bf16']:.3g} % in bf16" * (whole["dtype"] != "bf16")
     prediction = ""
     if not math.isnan(whole["predicted"]):
@@ -78,7 +80,10 @@ def what_changed(whole: Mapping[str, Any]) -> str:
 
 
 def smallest_format(
-    best: Mapping[str, Any] | None, tried: Sequence[Mapping[str, Any]], error: float
+    best: Mapping[str, Any] | None,
+    tried: Sequence[Mapping[str, Any]],
+    error: float,
+    usual: bool = True,
 ) -> str:
     """Say which number format is the smallest with an error below a limit.
 
@@ -90,6 +95,8 @@ def smallest_format(
         Records of all formats, of the whole gradient.
     error : float
         Limit on the relative squared error.
+    usual : bool, optional
+        Whether all usual formats were tried, and not some that were chosen.
     """
     # a gradient of zeros has no error
     known = [r for r in tried if not math.isnan(r["worst"])]
@@ -98,6 +105,8 @@ def smallest_format(
     shown = best or min(known, key=lambda r: r["worst"])
     what = f"the sum of {shown['ranks']} ranks" if shown["ranks"] > 1 else "the gradient"
     bits = f"{format_value(shown['bits'])} bits an element"
+    average, worst = format_value(shown["error"]), format_value(shown["worst"])
+    errors = f"an error of {average} on average, and {worst} at worst"
     # where not all is sent, what is left out is an error no format can lower
     if shown["ratio"] < 1:
         return (
@@ -108,12 +117,12 @@ def smallest_format(
     if best is None:
         return (
             f"no format that was tried keeps the relative squared error of {what} below {error:g}; "
-            f"{_named(shown)} comes closest, with {format_value(shown['worst'])} at {bits}"
+            f"{_named(shown)} comes closest: {bits}, {errors}"
         )
+    smallest = "the smallest format" if usual else "the smallest of the formats tried"
     return (
-        f"the smallest format that keeps the relative squared error of {what} below {error:g} is {_named(shown)}: "
-        f"{bits}, an error of {format_value(shown['error'])} on average, and {format_value(shown['worst'])} at "
-        "worst"
+        f"{smallest} that keeps the relative squared error of {what} below {error:g} is {_named(shown)}: {bits}, "
+        f"{errors}"
     )
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from gradstats.tables import format_rate
 
-__all__ = ["ALIKE", "advice", "doubtful", "local_advice"]
+__all__ = ["ALIKE", "advice", "doubtful", "local_advice", "workers_of"]
 
 _MEASURE = "measure the cluster, `python -m gradstats.network` under torchrun, or let --link time them on this machine"
 _DOUBT = "which cannot be told from 1"
 _LITTLE = "which may be less than 2 %"
+_PREDICTED = ", by the prediction"
 ALIKE = 0.02
 """Share of a step that is no reason to prefer one compressor to a simpler one."""
 _BUSY = 90
@@ -32,7 +33,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str:
     others = [r for r in records if r is not best and r["measured"]]
     unknown = [r["compressor"] for r in records if not r["measured"]]
     called = "dense" if dense["compressor"] == "none" else _label(dense)
-    where = f"{best['workers']} workers at {format_rate(best['rate'])}: "
+    where = f"{workers_of(best)} at {format_rate(best['rate'])}: "
     if best is dense:
         text = (
             f"{where}don't compress. {called.replace('dense', 'Dense', 1)} takes {_duration(dense)}"
@@ -82,10 +83,9 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
     ddp = next(r for r in records if not r["local_steps"] and r["compressor"] == r["baseline"])
     records = [r for r in records if r["measured"]]
     local = [r for r in records if r["local_steps"]]
-    workers = f"{ddp['workers']} worker{'s' * (ddp['workers'] != 1)}"
     text = (
-        f"{workers} at {format_rate(ddp['rate'])}: with an exchange in every step, by DDP, {_percent(ddp)} of the "
-        f"time is spent computing. "
+        f"{workers_of(ddp)} at {format_rate(ddp['rate'])}: with an exchange in every step, by DDP, {_percent(ddp)} "
+        "of the time is spent computing. "
     )
     enough = [r for r in records if r["utilisation"] >= _BUSY / 100]
     if not enough:
@@ -112,6 +112,17 @@ def local_advice(records: Sequence[Mapping[str, Any]]) -> str:
             f" Dense exchanges every {_steps(most)} give {_percent(most)}, and for {_BUSY} % {at}."
         )
     return text
+
+
+def workers_of(record: Mapping[str, Any]) -> str:
+    """Return how many workers a record is of, in words.
+
+    Parameters
+    ----------
+    record : mapping
+        Record of :func:`gradstats.network.plan`.
+    """
+    return f"{record['workers']} worker{'s' * (record['workers'] != 1)}"
 
 
 def _percent(record: Mapping[str, Any]) -> str:
@@ -158,7 +169,8 @@ def _worth(record: Mapping[str, Any]) -> str:
     pays = _pays(record["break_even"], record["pays"])
     if not doubtful(record):
         text = f"It {pays}."
-    elif record["pays"] in ("below", "above"):
+    elif record["pays"] in ("below", "above", "never"):
+        pays = pays.removesuffix(_PREDICTED)
         text = f"By the prediction alone it {pays}; here the difference is within its doubt."
     else:
         text = "Whether it pays has to be measured."
@@ -171,4 +183,4 @@ def _worth(record: Mapping[str, Any]) -> str:
 def _pays(bandwidth: float, side: str) -> str:
     if side in ("below", "above"):
         return f"pays {side} {format_rate(bandwidth)}"
-    return f"{'pays' if side == 'always' else 'does not pay'} at any bandwidth, by the prediction"
+    return f"{'pays' if side == 'always' else 'does not pay'} at any bandwidth{_PREDICTED}"

@@ -49,7 +49,7 @@ class Verdict:
 
     def __str__(self) -> str:
         """Return it as text."""
-        return f"{self.headline}. {self.numbers}"
+        return f"{self.headline}. {self.numbers}".rstrip()
 
 
 def percent(error: float) -> str:

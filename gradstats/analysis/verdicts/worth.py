@@ -62,10 +62,16 @@ def should_compress(
             f" If a loss scaler skipped {'that step' if bad == 1 else 'those steps'}, ask of the others: gradstats "
             f"advise {name} --step …"
         )
+        # of some steps which they are; of all, and of files, whose elements info does not count, which layers
+        where = (
+            f"info {name} --all"
+            if bad < steps
+            else f"drift {name} --quantity nonfinite --per-layer"
+        )
         return Verdict(
             f"Not before the data is sound: NaN or infinite elements at {bad} of {steps} steps looked at",
             f"{saves}\nA sum over workers passes them on to all.{skipped if bad < steps else ''}\n"
-            f"Next: gradstats info {name}",
+            f"Next: gradstats {where}",
             True,
         )
     if sparse := sparse_already(nonzero):

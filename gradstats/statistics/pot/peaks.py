@@ -231,6 +231,10 @@ class Stability:
     p_exponential: float = NAN
 
 
+_TIED = "nothing to fit: the largest magnitudes are tied, and none exceeds the threshold"
+"""Status of a threshold at which the largest magnitudes lie."""
+
+
 class Pot(list[Stability], Shown):
     """Fits over a series of thresholds: a list that shows itself as a table.
 
@@ -346,6 +350,8 @@ def stability_of(
         Number of exceedances below which nothing is fitted.
     """
     over = m.excesses(threshold)
+    if m.count and not over.count:
+        return Stability(ratio, threshold, 0, status=_TIED)
     if 0 < over.count < fewest:
         return Stability(ratio, threshold, over.count, status=f"fewer than {fewest} exceedances")
     try:
