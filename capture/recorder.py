@@ -316,10 +316,7 @@ class Recorder:
         kinds : collection of Kind, optional
             Kinds in which it is missing; all if None.
         """
-        self._settle()
-        for kind, array in self.arrays.items():
-            if kinds is None or kind in kinds:
-                array[place] = math.nan
+        self._fill(place, math.nan, kinds)
 
     def unused(self, place: slice, kinds: Collection[Kind] | None = None) -> None:
         """Write zeros for what the step did not use, though an older gradient is there.
@@ -331,10 +328,13 @@ class Recorder:
         kinds : collection of Kind, optional
             Kinds that it has a place in; all if None.
         """
+        self._fill(place, 0.0, kinds)
+
+    def _fill(self, place: slice, value: float, kinds: Collection[Kind] | None) -> None:
         self._settle()
         for kind, array in self.arrays.items():
             if kinds is None or kind in kinds:
-                array[place] = 0.0
+                array[place] = value
 
     def _settle(self) -> None:
         """Wait for the copies of the step that are on their way: what is written now is not to be overwritten."""

@@ -112,7 +112,7 @@ def agreement(
             for layer, (comparison,) in of_layers.items():
                 labels = {"trace": opened.name, "step": step, "kind": kind, "layer": layer}
                 several.setdefault(layer, []).append(comparison)
-                records.append(_record(labels, [comparison], batch, trained, 0))
+                records.append(_record(labels, [comparison], batch, trained))
             over["on_progress"]()
         for layer, comparisons in several.items():
             labels = {"trace": opened.name, "step": None, "kind": kind, "layer": layer}
@@ -287,7 +287,7 @@ def _record(
     comparisons: Sequence[dict[str, Any]],
     batch: int | None,
     trained: int,
-    incomplete: int,
+    incomplete: int = 0,
 ) -> dict[str, Any]:
     """Return the record of one step or of several: means over them, and the noise scale's ratio of means."""
     noise, signal = (np.array([f[name] for f in comparisons]) for name in ("noise", "signal"))

@@ -148,13 +148,12 @@ class _Exchange:
         pairs = list(zip(self.shards, self.unit.reduced(output), strict=True))
         parameters = self.unit.parameters
         # a micro-step leaves zeros: they were set to None or zeroed since, and the accumulation was broken off
-        none = all(p.grad is None for p in parameters)
         # FSDP2 adds to the local part, which is no change of the whole; a gradient that it makes has had none
-        changes = max((version(p.grad) for p in parameters if p.grad is not None), default=0)
-        if self._micro and (none or changes != self._version):
+        changes = [version(p.grad) for p in parameters if p.grad is not None]
+        if self._micro and (not changes or max(changes) != self._version):
             self.forget()
         self._micro += 1
-        self._version = changes
+        self._version = max(changes, default=0)
         if is_micro_step(self.unit.group):
             self.waiting = output.clone() if self.waiting is None else self.waiting.add_(output)
             # FSDP2 adds what the hook leaves to .grad: nothing before the last micro-step

@@ -145,5 +145,5 @@ class Usage:
                 for kind, tensor in tensors.items():
                     tensor[slot] = before[kind]
             # of a memory that is as before nothing was sent
-            if all(torch.equal(tensor[slot], before[kind]) for kind, tensor in tensors.items()):
+            if not applied or all(torch.equal(t[slot], before[k]) for k, t in tensors.items()):
                 self.idle.add(id(parameter))

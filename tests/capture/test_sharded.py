@@ -204,7 +204,7 @@ def test_a_layer_whose_turn_it_is_not_is_zero_and_nothing_of_a_step_thrown_away_
         for rank in range(2):
             first, other = (thrown.read(step, rank, "local") for step in thrown.steps())
             np.testing.assert_allclose(first, other, rtol=1e-6)
-            # of both micro-steps: FSDP2 halves each, and local is the rank's own
+            # the second rank's inputs are twice those of the first
             assert np.abs(first).sum() == pytest.approx(
                 np.abs(thrown.read(0, 0, "local")).sum() * (rank + 1), rel=1e-6
             )

@@ -67,7 +67,7 @@ def test_autograd_grad_of_the_parameters_changes_nothing():
         for to_none in (True, False):
             (plain, steps), (looked_at, same) = (found[to_none, looks] for looks in (False, True))
             assert torch.equal(plain, looked_at), to_none
-            # two of three that nobody applied are taken back, the last by the next exchange
+            # of three that nobody applied two are taken back: the next exchange would take the last
             assert steps == same == 10
 
 

@@ -221,7 +221,7 @@ def choose_threshold(
     m = magnitudes_of(x)
     if ratios is None:
         ratios = np.geomspace(0.5, min(0.01, 1000 / m.count), 8).tolist()
-    asked = sorted(set(check_ratios(ratios)), reverse=True)
+    asked = sorted(check_ratios(ratios), reverse=True)
     # found at the lowest threshold that has any, and used for all: one sample is split and tested
     m = next(filter(None, (levels_beyond(m, target_count(r, m.count)) for r in asked)), m)
     at = {ratio: threshold_of(m, target_count(ratio, m.count)) for ratio in asked}
