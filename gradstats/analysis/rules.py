@@ -60,8 +60,14 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
     for (trace, kind, layer, estimator), ratios in groups.items():
         labels = {"trace": trace, "kind": kind, "layer": layer, "estimator": estimator}
         records.append(labels | _judged(ratios))
-    # rules that cannot be judged come last: NaN has no place in an order
-    records.sort(key=lambda r: (r["trace"], r["kind"], r["layer"], math.isnan(r["far"]), r["far"]))
+    # layers in the order of the model; rules that cannot be judged come last: NaN has no place in an order
+    place = {layer: i for i, layer in enumerate(dict.fromkeys(r["layer"] for r in records))}
+    records.sort(
+        key=lambda r: (
+            *(r["trace"], r["kind"], place[r["layer"]]),
+            *(math.isnan(r["far"]), r["far"]),
+        )
+    )
     return records
 
 

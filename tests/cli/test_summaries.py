@@ -172,6 +172,14 @@ def test_the_nearest_rules_come_first():
     assert [name for name in rows if name in names] == [r["estimator"] for r in rules]
 
 
+def test_layers_have_the_order_of_the_model():
+    names = ["fc.weight", "conv1.weight", "blocks.0.conv1.weight"]
+    command = ["quality", EF, "--kind", "gradient", "--ratio", 0.01, "--estimator", "sidco-p"]
+    shown = run(*command, "--step", 100, *(f"--layer={name}" for name in names)).stdout
+    rows = [line.split()[0] for line in shown.splitlines() if line.startswith(" ")]
+    assert [name for name in rows if name in names] == [*names[1:], names[0]]
+
+
 def test_the_worst_twenty_layers_come_first():
     labels = {"trace": "t", "step": 0, "rank": 0, "kind": "gradient"}
     rows = [labels | {"layer": f"l{i}", "c": float(i)} for i in (*range(12), *range(24, 11, -1))]
