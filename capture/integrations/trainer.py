@@ -15,6 +15,7 @@ from capture.taps.buckets import Hook
 from gradstats.errors import InputError
 from gradstats.hooks import Monitor, Scaler
 from gradstats.hooks.torch_private import comm_hooks, unwrap
+from gradstats.trace.files import some
 from gradstats.trace.format import OF_PARAMETERS
 
 __all__ = ["TrainerCapture", "TrainerMonitor"]
@@ -121,6 +122,8 @@ class TrainerMonitor:
     ------
     TypeError
         If an option is unknown.
+    InputError
+        If one is what the trainer has.
     """
 
     def __init__(
@@ -131,6 +134,8 @@ class TrainerMonitor:
     ) -> None:
         # a misspelt option is an error here, before model and data are loaded
         inspect.signature(Monitor).bind(model=None, start_step=0, **options)
+        if theirs := options.keys() & {"optimizer", "scaler"}:
+            raise InputError(f"the trainer has its own {some(theirs)}: leave {some(theirs)} out")
         self._log, self._every, self._options = log, every, options
         self.monitor: Monitor | None = None
 

@@ -100,6 +100,8 @@ class ExchangeTap(Tap):
         if self._recorder.phase is not Phase.IDLE:
             self._recorder.sent()
             self._conclude(self._loss, self._learning_rate)
+        # those of an interval are not those of the next
+        self._loss = self._learning_rate = None
 
     def end(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,6 +9,7 @@ import torch
 
 from capture.taps.parts import Parts, UnitsOption
 from gradstats.errors import InputError
+from gradstats.hooks.layout import check_patterns, matching
 from gradstats.hooks.torch_private import parts_of, unwrap
 from gradstats.hooks.units import is_sharded, local_part, units
 from gradstats.primitives.ratio import shown
@@ -64,12 +64,12 @@ class Layout:
         self.slots: dict[int, slice] = {}
         self.ignored: list[str] = []
         ignored = _ignored(model, self.model)
+        wanted = matching(["*"] if patterns is None else check_patterns(patterns, "parameters"))
         offset = 0
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            # fnmatchcase, because fnmatch ignores case on some systems
-            if patterns is not None and not any(fnmatch.fnmatchcase(name, p) for p in patterns):
+            if not wanted(name):
                 continue
             # after the patterns: only what they match is reported as left out
             if id(parameter) in ignored:

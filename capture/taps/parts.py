@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from gradstats.errors import InputError
+from gradstats.hooks.layout import matching
 from gradstats.primitives.ratio import shown
 from gradstats.trace import Layer, Shard
 
@@ -108,10 +108,11 @@ def _counts(units: UnitsOption | None, layers: Sequence[Layer]) -> list[int]:
             raise InputError(
                 f"units[{pattern!r}] names dimension {dim}: parts of dimension 0 alone lie together in the gradient"
             )
-        matching = [layer for layer in layers if fnmatch.fnmatchcase(layer.name, pattern)]
-        if not matching:
+        matches = matching([pattern])
+        some = [layer for layer in layers if matches(layer.name)]
+        if not some:
             raise InputError(f"units: no captured parameter matches {pattern!r}")
-        for layer in matching:
+        for layer in some:
             size = layer.shape[0] if layer.shape else 0
             parts = size if count is None else count
             if not layer.numel or size % parts:

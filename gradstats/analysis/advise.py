@@ -251,13 +251,12 @@ def advice_for(
     known = {name for name, value in properties.items() if not math.isnan(value)}
     # zeros alone tell no training from another
     enough = not known <= {"zeros", "nonzero"}
-    if nonzero and sparse_already(nonzero):
-        lossless = _lossless(nonzero, plans)
-        # what a plan does not call faster is not recommended, here either
-        if not plans or lossless["speedup_low"] > 1:
-            records.insert(0, lossless)
-        else:
-            nonzero = 1.0
+    lossless = _lossless(nonzero, plans) if nonzero and sparse_already(nonzero) else None
+    # what a plan does not call faster is not recommended, here either
+    if lossless and plans and lossless["speedup_low"] <= 1:
+        lossless, nonzero = None, 1.0
+    if lossless:
+        records.insert(0, lossless)
     elif not (nonzero and enough):
         # nothing is recommended, and the records alone say so, too
         records.sort(key=lambda r: r["rule"] != "none")
@@ -394,7 +393,10 @@ def properties_of(
     common = sorted(set.intersection(*map(set, steps_of.values())))
     if len(steps_of) > 1 and common and not source.sketched(first, kind):
         # the last record is that of all steps and the whole gradient
-        compared = agreement(source, kinds=[kind], steps=evenly(common, _MOST_STEPS), client=client)
+        steps = evenly(common, _MOST_STEPS)
+        compared = agreement(
+            source, kinds=[kind], ranks=sorted(steps_of), steps=steps, client=client
+        )
         # not known where a rank's gradient is of zeros at every step
         if not math.isnan(cosine := compared[-1]["cosine"]):
             # ranks that hold the same gradient, as after averaging, do not tell how workers differ

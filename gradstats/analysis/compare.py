@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradstats.analysis.causes import Measured, explain
+from gradstats.analysis.delta import kinds_of_weights
 from gradstats.analysis.over import Spread, shares
 from gradstats.analysis.pieces import PIECE, Key, Submit, evaluate
 from gradstats.analysis.verdicts import first_difference
@@ -250,7 +251,7 @@ def _weights(source: Source, names: Sequence[str], side: _Side) -> list[NDArray[
     """Return the model's parameters, zeros where the file lacks one."""
     wanted, plain = _plain_names([names, [layer.name for layer in source.layers]])
     places = dict(zip(plain, source.layers, strict=True))
-    key, weights = next(iter(source.entries()), None), []
+    key, weights = next(iter(source.select(kinds=kinds_of_weights(source))), None), []
     for name, place in zip(wanted, side.places, strict=True):
         # what the file lacks is zero: it explains no difference
         values = np.zeros(place.stop - place.start)

@@ -26,7 +26,7 @@ from gradstats.primitives.sketch import sketch
 from gradstats.statistics.fitting import Fit
 from gradstats.statistics.several import fit_all
 from gradstats.tables import Records
-from gradstats.trace import Layer
+from gradstats.trace import Kind, Layer
 from gradstats.trace.files import some
 from gradstats.trace.source import Source
 from gradstats.trace.sources import TraceSource, chosen, open_source, open_sources
@@ -226,19 +226,36 @@ class _Checkpoint:
         return values
 
 
+def kinds_of_weights(source: Source) -> list[Kind] | None:
+    """Return the kinds of a source that are parameters; None of a file, which does not say what it holds.
+
+    Parameters
+    ----------
+    source : Source
+        Trace or file.
+
+    Raises
+    ------
+    InputError
+        If a trace has none.
+    """
+    kinds = {kind for _, kind, _ in source.entries()}
+    if "weight" in kinds:
+        return ["weight"]
+    if isinstance(source, TraceSource):
+        raise InputError(
+            f"{source.name} holds {some(kinds) or 'nothing'}, and no weights: capture kind weight, or give files"
+        )
+    return None
+
+
 def _checkpoints(
     origin: object, steps: Sequence[int] | None, rank: int | None
 ) -> Iterator[_Checkpoint]:
     """Yield the checkpoints that a source holds, in the order of steps."""
     sources = open_sources(origin) if isinstance(origin, str | Path) else [open_source(origin)]
     for source in sources:
-        kinds = {kind for _, kind, _ in source.entries()}
-        # files do not say what they hold: their kind is gradient
-        weights: Any = ["weight"] if "weight" in kinds else None
-        if isinstance(source, TraceSource) and weights is None:
-            raise InputError(
-                f"{source.name} holds {some(kinds) or 'nothing'}, and no weights: capture kind weight, or give files"
-            )
+        weights = kinds_of_weights(source)
         ranks = [rank] if weights and rank is not None else None
         keys = source.select(steps=steps if weights else None, ranks=ranks, kinds=weights)
         first = min(r for r, _, _ in keys)

@@ -86,7 +86,7 @@ _MEANINGS = {
     "scale": ("scale of the fitted model", _UNIT),
     "nll": ("negative log-likelihood", "1"),
     "ks": ("Kolmogorov distance", "1"),
-    "wasserstein": ("Wasserstein distance", _UNIT),
+    "wasserstein": ("Wasserstein distance ÷ mean magnitude", "1"),
     "tail_error": ("largest |ln(threshold of the model ÷ exact)|", "1"),
     "threshold": ("exact threshold", _UNIT),
     "captured": ("whether there is a gradient", "1"),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradstats.analysis.over import Spread, SpreadGradients, shares, subset_of
 from gradstats.analysis.pieces import PIECE, Key, Submit, each_sketched, evaluate, plan_sketches
+from gradstats.errors import InputError
 from gradstats.primitives.arrays import as_numpy
 from gradstats.primitives.ratio import check_count, check_ratios, check_seed
 from gradstats.primitives.sketch import Sketch
@@ -186,7 +187,8 @@ def pot(
     Raises
     ------
     InputError
-        If a ratio is outside (0, 1], the method is unknown, or nothing matches.
+        If a ratio is outside (0, 1], the method is unknown, replicates are asked for layer by layer, or nothing
+        matches.
 
     Notes
     -----
@@ -202,6 +204,10 @@ def pot(
     layers, per_layer = over.pop("layers"), over.pop("per_layer")
     options: dict[str, Any] = {"method": method, **over}
     if per_layer or layers is not None:
+        if replicates:
+            raise InputError(
+                "a threshold is chosen for the whole gradient: give replicates or layers"
+            )
         # an empty list of ratios counts as none given
         at = _TAIL if ratios is None else [*check_ratios(ratios), _TAIL][0]
         return mixture_records(opened, at, layers=layers, **options)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gradstats.analysis.over import Spread, shares, subset_of
 from gradstats.analysis.pieces import Submit, evaluate
 from gradstats.console import followed, no_progress
-from gradstats.errors import InputError
+from gradstats.errors import InputError, unknown
 from gradstats.primitives import Array, Selection, moments, numel_of, top_candidates
 from gradstats.primitives.arrays import as_numpy, as_positions
 from gradstats.primitives.ratio import RATIOS, check_ratios, check_several, each_once
@@ -342,6 +342,9 @@ def _replay(
     every = ESTIMATORS if estimators is None else estimators
     names = each_once(check_several(every, "estimators"))
     ratios = check_ratios(ratios)
+    for name in options or ():
+        if name not in ESTIMATORS:
+            raise unknown("estimator of options", name, ESTIMATORS)
     parameters = subset.parameters(source)
     live: dict[tuple[str, float, int, str, str], Estimator] = {}
     past_gradients: Counter[tuple[str, float, int, str, str]] = Counter()

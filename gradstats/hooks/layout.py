@@ -49,9 +49,10 @@ def matching(patterns: Sequence[str]) -> Callable[[str], bool]:
     patterns : sequence of str
         Name patterns (``fnmatch``).
     """
-    # where they are many they are names, which need no search
-    names = {each for each in patterns if glob.escape(each) == each}
-    rest = [each for each in patterns if each not in names]
+    # where they are many they are names, which need no search; brackets of a part's name, experts[3], are no set
+    names = {*patterns}
+    rest = [each for each in patterns if glob.escape(each) != each]
+    # fnmatchcase, because fnmatch ignores case on some systems
     return lambda name: name in names or any(fnmatch.fnmatchcase(name, each) for each in rest)
 
 

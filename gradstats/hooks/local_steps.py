@@ -107,7 +107,8 @@ class LocalSteps(Facts):
         Number of whole exchanges, of all fragments. The one at the end of the block counts if steps of the last
         fragment were left.
     last : StepRecord or None
-        Record of the last whole exchange, sums over the fragments; None before the first.
+        Record of the last whole exchange, sums over the fragments; None before the first, and with a `delay`: another
+        thread makes the records then.
 
     Raises
     ------
@@ -251,7 +252,7 @@ class LocalSteps(Facts):
             **({"delay": f"{self.delay} local steps"} if self.delay else {}),
             "local steps": str(self.step),
             "exchanges": str(self.exchanges),
-            "sent": sent_text(self.last),
+            "sent": "not recorded with a delay" if self.delay else sent_text(self.last),
         }
 
     @property
@@ -450,6 +451,9 @@ class LocalSteps(Facts):
     def _send(self, fragment: Fragment, delay: int, watched: bool = True) -> None:
         """Exchange a fragment's pseudo-gradient and apply it now, or have it exchanged in the background."""
         self._check_known()
+        if fragment is self._fragments[-1]:
+            # here, as one that is refused does not count, and cannot be taken back
+            self._before = self.exchanges, self.last
         pairs = fragment.pseudogradients()
         if watched:
             self._watcher.before(pairs)
@@ -488,7 +492,6 @@ class LocalSteps(Facts):
     def _count_exchange(self) -> None:
         """Count an exchange of all fragments, and put their records together."""
         records = [f.state.last for f in self._fragments if f.state.last is not None]
-        self._before = self.exchanges, self.last
         # with a delay the thread may be writing the states' records
         if not self.delay and records:  # a rank may hold nothing of a fragment
             self.last = together(records, self.exchanges)

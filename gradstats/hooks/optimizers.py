@@ -209,6 +209,10 @@ class SteppedGradients:
         """Note the gradients that there are."""
         self._noted = [(weakref.ref(gradient), version(gradient)) for gradient in self._present()]
 
+    def forget(self) -> None:
+        """Forget them: who swaps a module's gradients may hold no reference to them."""
+        self._noted = []
+
     def stand(self) -> bool:
         """Tell whether these, and no others, are there, untouched: one backward pass may reach others than the last."""
         now = self._present()

@@ -8,7 +8,6 @@ What a system does to each layer is in one function, from which the hook's state
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from gradstats.compressors.sparse import Average
 from gradstats.errors import InputError, options_of
 from gradstats.hooks import CompressionState, LocalSteps, dgc_warm_up
 from gradstats.hooks.corrections import MomentumCorrection, Nesterov
-from gradstats.hooks.layout import check_patterns
+from gradstats.hooks.layout import check_patterns, matching
 from gradstats.hooks.memory import ErrorFeedback, Memory
 from gradstats.hooks.ratio import DGC_RATIOS
 from gradstats.primitives.ratio import check_count, check_number, check_ratio
@@ -286,7 +285,7 @@ def _redsync_choice(
         # the last matrix is taken for the output layer's, and what follows for its bias
         matrices = [i for i, name in enumerate(names) if dimensions[name] > 1]
         output_layer = [glob.escape(name) for name in names[max(matrices, default=len(names)) :]]
-    output_layer = check_patterns(output_layer, "output_layer")
+    is_output = matching(check_patterns(output_layer, "output_layer"))
     topk_below = check_count(topk_below, "topk_below", 0)
     search_above = check_count(search_above, "search_above", 0)
     dense_below = check_count(dense_below, "dense_below", 0)
@@ -295,10 +294,8 @@ def _redsync_choice(
         # everything of it, and not dense_below of the state: so it goes out during the backward pass
         if numel < dense_below:
             return Everything()
-        output = any(fnmatch.fnmatchcase(name, pattern) for pattern in output_layer)
-        return redsync_selector(
-            numel, ratio, quantise and not output, search_above, topk_below=topk_below
-        )
+        quantised = quantise and not is_output(name)
+        return redsync_selector(numel, ratio, quantised, search_above, topk_below=topk_below)
 
     return choose
 

@@ -290,7 +290,7 @@ class Trial:
                     on_progress(2 * len(pairs) + len(both), 2 * self.pairs)
             dense, compressed = (run.losses for run in both)
             # losses are means over the ranks: all of them raise here, or none does
-            _check(seed, dense, compressed)
+            _check(seed, dense, compressed, both[1].refused)
             if not pairs:
                 again = self._run(seed, None, min(self.steps, _AGAIN)).losses
                 # sums on a GPU may differ from run to run; less than that decides nothing
@@ -402,10 +402,14 @@ def _number(loss: Any) -> float:
     return float(values)
 
 
-def _check(seed: int, dense: NDArray[np.float64], compressed: NDArray[np.float64]) -> None:
+def _check(
+    seed: int, dense: NDArray[np.float64], compressed: NDArray[np.float64], refused: str
+) -> None:
     """Refuse two runs that are no pair."""
     if (at := _not_finite(seed, dense)) is not None:
         raise InputError(f"the dense training has a loss of {at}")
+    if refused and math.isnan(compressed[0]):
+        return  # before its first loss
     if not math.isclose(dense[0], compressed[0], rel_tol=_SAME):
         raise InputError(
             f"the first losses of seed {seed} differ, {dense[0]:.6g} dense and {compressed[0]:.6g} compressed, "

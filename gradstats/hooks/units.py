@@ -322,7 +322,12 @@ def shard_groups(sharded: Any) -> tuple[dist.ProcessGroup, ...]:
         The tensor.
     """
     mesh = sharded.device_mesh
-    return tuple(mesh.get_group(i) for i, p in enumerate(sharded.placements) if p.is_shard())
+    # is_shard() is False of FSDP2's strided shards of what tensor parallelism has split along the same dimension
+    return tuple(
+        mesh.get_group(i)
+        for i, p in enumerate(sharded.placements)
+        if not p.is_replicate() and not p.is_partial()
+    )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,8 @@ def ask(  # the user's options, see :func:`gradstats.network.plan`
     baseline: Baseline = "none",
 ) -> Question:
     """Check the options of :func:`gradstats.network.plan`, whose parameters these are."""
-    ratios = check_ratios(ratios)
+    ratios, draws = check_ratios(ratios), check_count(draws, "draws", 0)
+    compressors = check_several(compressors, "compressors")
     if isinstance(network, str | Path):
         network = Network.load(network)
     elif not isinstance(network, Network):

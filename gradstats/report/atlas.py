@@ -234,7 +234,7 @@ def _rules(records: Sequence[Mapping[str, Any]]) -> list[str]:
         )
     columns = {
         "estimator": "rule", "worst": "worst factor", "where": "in", "median": "median factor",
-        "low": "low", "high": "high", "chosen": "chosen", "held_out": "held out",
+        "low": "median, low", "high": "median, high", "chosen": "chosen", "held_out": "held out",
     }  # fmt: skip
     shown = [{new: r[old] for old, new in columns.items()} for r in judged]
     return [*parts, "### Whose worst case is best", sentence, _markdown(shown)]

@@ -386,6 +386,35 @@ def test_traces_know_their_ranks_and_optimizer(tmp_path, measured):
         assert ("near1/sgd" in best["evidence"]) == left
 
 
+def test_ranks_that_are_left_out_do_not_tell_how_workers_differ(tmp_path):
+    create_trace(tmp_path / "t.zarr", [Layer("w", 0, (5000,))], world_size=3)
+    shared = np.random.default_rng(9).laplace(size=5000)
+    for rank in range(3):
+        alone = np.random.default_rng(rank).laplace(size=5000)
+        # the last one's is noise
+        values = alone if rank == 2 else shared + alone / 10
+        writer = TraceWriter(tmp_path / "t.zarr", rank, kinds=("gradient",))
+        writer.append(0, {"gradient": values.astype("f4")})
+        writer.close()
+    source = open_source(tmp_path / "t.zarr")
+    _, found = advise.properties_of(source, {"ranks": [0, 1]})
+    assert found["cosine"] == pytest.approx(1 / 1.01, abs=0.005)
+    assert advise.properties_of(source)[1]["cosine"] < 0.5
+
+
+def test_what_is_sparse_and_known_by_its_zeros_alone_is_told_so_where_a_plan_calls_it_slow(
+    measured,
+):
+    measured(near(6))
+    numbers = {"speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
+    plans = [{"compressor": "topk", "ratio": ratio} | numbers for ratio in (0.1, 0.01, 0.001)]
+    known = {"zeros": 0.95, "nonzero": 0.05}
+    found = advise.advice_for("gradient", known, "SGD", plans=plans)
+    assert found.rule == "none"
+    assert found.records[0]["reason"] == "too few elements to say"
+    assert "Too few elements" in str(found.verdict)
+
+
 def test_ranks_that_were_captured_after_averaging_do_not_tell_how_workers_differ(
     tmp_path, measured
 ):

@@ -577,6 +577,20 @@ def test_weights_tell_weight_decay_from_one_step(right_run, tmp_path):
     assert gradstats.compare(right_run, wrong).first["cause"].startswith("not known")
 
 
+def test_of_a_trace_the_weights_are_taken_and_not_its_gradients(tmp_path):
+    rng = np.random.default_rng(0)
+    w, g = (rng.standard_normal(1000).astype("f4") for _ in range(2))
+    for name, kinds in (("both", ("gradient", "weight")), ("gradients", ("gradient",))):
+        create_trace(tmp_path / name, [Layer("w", 0, (1000,))])
+        writer = TraceWriter(tmp_path / name, 0, kinds=kinds)
+        writer.append(0, {"gradient": g, "weight": w} if len(kinds) > 1 else {"gradient": g})
+        writer.close()
+    found = gradstats.compare({"w": g}, {"w": g + 0.05 * w}, weights=tmp_path / "both")
+    assert found.first["cause"] == "weight decay: B − A = 0.05 × weights"
+    with pytest.raises(InputError, match=r"gradients holds gradient, and no weights"):
+        gradstats.compare({"w": g}, {"w": g + 0.05 * w}, weights=tmp_path / "gradients")
+
+
 def test_weights_of_another_model_tell_nothing(right_run, tmp_path):
     wrong = train(tmp_path / "wrong.zarr", "decay", steps=1)
     own = torch.load(right_run.with_suffix(".pt"))

@@ -50,6 +50,17 @@ def test_the_dataset_holds_what_the_functions_return(tmp_path):
     assert d.attrs["source"] == "run"
 
 
+def test_a_variable_without_a_unit_does_not_change_with_the_scale():
+    values = np.random.default_rng(0).laplace(size=3000)
+    one, other = (over_training((c * values).astype("f4")) for c in (1e-3, 1e3))
+    scaled = {n for n, v in one.items() if v.attrs.get("units") == one["mean"].attrs["units"]}
+    assert scaled == {"mean", "rms", "max", "scale", "threshold"}
+    for name in scaled:
+        assert other[name].values == pytest.approx(1e6 * one[name].values, rel=1e-3, nan_ok=True)
+    for name in ("ks", "wasserstein", "tail_error", "p", "shape"):
+        assert other[name].values == pytest.approx(one[name].values, rel=1e-3, nan_ok=True)
+
+
 def test_what_was_not_captured_is_nan(tmp_path):
     path = drifting_trace(tmp_path / "run.zarr", [0, 1, 2], lambda s: 1.0, ranks=(0,))
     writer = TraceWriter(path, 1)

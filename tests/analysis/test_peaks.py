@@ -9,6 +9,7 @@ import pytest
 
 import gradstats
 from gradstats.analysis import peaks
+from gradstats.errors import InputError
 from gradstats.statistics.dependence import RUN
 from gradstats.statistics.resampling import holm
 from gradstats.trace import Layer, TraceWriter, create_trace
@@ -79,6 +80,8 @@ def test_each_gradient_is_a_family_of_its_own(tmp_path):
             writer.append(step, {"gradient": x, "corrected": y})
         writer.close()
     families = {}
+    with pytest.raises(InputError, match="give replicates or layers"):
+        gradstats.pot(tmp_path / "run.zarr", per_layer=True, replicates=9)
     for r in gradstats.pot(tmp_path / "run.zarr", per_layer=True):
         if r["layer"] in "abc":
             families.setdefault((r["step"], r["rank"], r["kind"]), []).append(r)

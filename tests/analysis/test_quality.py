@@ -108,6 +108,9 @@ def test_bad_requests():
         quality(x, estimators=["nonsense"])
     with pytest.raises(InputError, match="ratio"):
         quality(x, ratios=[0])
+    # misspelt options change nothing
+    with pytest.raises(InputError, match="no estimator of options 'sidco_e'"):
+        quality(x, options={"sidco_e": {"stages": 2}})
     assert quality(np.zeros(10, np.float32), estimators=list(ESTIMATORS))[0]["mean"] == 0
 
 

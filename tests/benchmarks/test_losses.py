@@ -51,9 +51,7 @@ def test_a_rate_is_chosen_by_one_seed_and_judged_by_others():
 
 
 def test_a_rate_beyond_the_grid_is_counted_where_it_ended_lower():
-    slow = (
-        " With {} all three are too small for half of the trainings or more: what is said here of "
-    )
+    slow = " With {} all are too small for half of the trainings or more: what is said here of "
     slow += "its losses is of trainings that are slower than they have to be."
     rows = [row("dense", 0, loss, factor=f) for f, loss in zip(SGD, (3, 2, 1), strict=True)]
     rows += [row("dense", 0, 0.9, factor=9.0)]

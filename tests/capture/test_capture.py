@@ -88,6 +88,9 @@ def test_patterns_frozen_and_unused_parameters(tmp_path):
     assert not values[trace.layers[2].slice].any()
     with pytest.raises(InputError, match="no trainable parameter"):
         Capture(tmp_path / "b.zarr", model, parameters=["nothing*"])
+    # its letters are patterns, too, and one of them matches everything
+    with pytest.raises(InputError, match="parameters must be a list or a tuple"):
+        Capture(tmp_path / "b.zarr", model, parameters="2.*")
     assert not (tmp_path / "b.zarr").exists()
 
 

@@ -733,6 +733,8 @@ def test_huggingface_monitors_what_the_optimizer_uses(tmp_path):
     assert gradstats.open_trace(tmp_path / "run.zarr").steps() == [0, 2]
     with pytest.raises(TypeError, match="windwo"):
         MonitorCallback(windwo=3)
+    with pytest.raises(InputError, match="the trainer has its own optimizer: leave optimizer out"):
+        MonitorCallback(optimizer=torch.optim.SGD([torch.zeros(1)], 0.1))
 
 
 def test_lightning_monitors_into_the_logger(tmp_path):

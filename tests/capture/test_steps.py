@@ -158,6 +158,10 @@ def test_what_local_steps_do_not_exchange_is_marked(trained):
         for kind in ("gradient", "pseudogradient"):
             absent = np.isnan(trace.read(0, rank, kind))
             assert {la.name for la in trace.layers if absent[la.slice].any()} == {"4.weight"}
+        # what is named in one interval is not of the next
+        columns = trace.scalars(rank)
+        assert np.array_equal(columns["loss"], [1, np.nan, 4], equal_nan=True)
+        assert np.array_equal(columns["learning_rate"], [11, np.nan, 14], equal_nan=True)
 
 
 @pytest.mark.distributed

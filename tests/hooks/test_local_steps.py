@@ -66,7 +66,7 @@ def test_one_step_takes_no_closure_and_follows_an_outer_rate_that_changes(two):
 
 
 def test_the_exchange_at_the_end_counts_and_loading_forgets_the_last_one(two):
-    for seen, loaded, back in [rank["counted"] for rank in two]:
+    for seen, loaded, back, refused in [rank["counted"] for rank in two]:
         # of 1, 2 and 3 of the six parameters in three fragments, each exchanged a step after the one before
         assert seen[1, 4] == ([6, "after", 6, "after"], 2, 1, 2163)
         assert seen[3, 4] == ([1, 2, 3, "after", 1, 2, 3, "after"], 2, 1, 2163)
@@ -74,6 +74,8 @@ def test_the_exchange_at_the_end_counts_and_loading_forgets_the_last_one(two):
         assert seen[3, 3] == ([1, 2, 3, "after"], 1, 0, 2163)
         assert loaded == (3, None, None)
         assert back == (3, None)
+        # two exchanges were accepted, the third was not and is taken back by nothing
+        assert refused == (2, 2, True, 2)
 
 
 def test_without_an_outer_optimizer_parameters_become_the_mean(two):

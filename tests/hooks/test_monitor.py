@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -114,6 +115,12 @@ def test_of_shards_that_are_replicated_it_counts_each_once():
     check_shards(run_ranks(4, cases.sharded, (2, 2)))
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_of_shards_in_tensor_parallel_it_describes_the_whole():
+    check_shards(run_ranks(4, cases.sharded_in_tensor_parallel))
+
+
 def trained(steps=3, every=1, **options):
     """Train a small model; return the monitor, and the gradients of all steps."""
     net = model()
@@ -184,6 +191,19 @@ def test_with_a_scaler_a_step_by_hand_comes_before_the_scaler_s(fused):
         scaler.update()
         with pytest.raises(InputError, match=r"call monitor.step\(\) before scaler.step\(\)"):
             monitor.step()
+
+
+def test_once_closed_it_holds_no_gradient_and_looks_at_no_step():
+    net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    monitor = Monitor(net, scaler=scaler)
+    scaler.scale(net(inputs(0, 0)).square().mean()).backward()
+    monitor.step()
+    scaler.step(optimizer)
+    monitor.close()
+    assert not any(map(weakref.getweakrefcount, (p.grad for p in net.parameters())))
+    optimizer.step()
+    assert not any(map(weakref.getweakrefcount, (p.grad for p in net.parameters())))
 
 
 def test_with_a_scaler_optimizers_may_take_turns_and_parameters_be_frozen():

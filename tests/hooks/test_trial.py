@@ -217,6 +217,17 @@ def test_a_run_that_a_hook_refuses_as_not_finite_has_diverged():
     assert str(result).startswith("Refused: the compressed training met NaN or infinity. Its hook")
     assert "of seed 0, step 4: NaN or infinite gradient elements: 2 on rank 0; dense" in str(result)
     assert "pass it to the hook's state (scaler=)." in str(result)
+
+    def overflows(install, seed):
+        """Refuse the first gradient, before the loss is yielded, as where a loss scaler starts too high."""
+        compressed = install(torch.nn.Linear(2, 2))
+        for step in range(8):
+            if compressed:
+                raise NonFiniteGradientError("step 0: NaN or infinite gradient elements: 2")
+            yield 2.0 - 0.1 * step
+
+    at_once = Trial(overflows, lambda model: True, steps=8).run()
+    assert str(at_once).startswith("Refused: the compressed training met NaN or infinity. Its hook")
     with pytest.raises(NonFiniteGradientError, match="step 4"):  # dense it is no result
         Trial(
             lambda install, seed: train(lambda m: install(m) or True, seed), lambda m: True, steps=8

@@ -740,6 +740,10 @@ def test_what_is_missing_is_named(inputs, capsys):
         plan(ZEROS, Network(lines), 1.0, [2], compressors=["dgc"])
     with pytest.raises(InputError, match="nothing per byte"):
         plan(ZEROS, link(beta=0), 1.0, [2])
+    with pytest.raises(InputError, match="draws must be at least 0, not -1"):
+        plan(ZEROS, link(), 1.0, [2], draws=-1)
+    with pytest.raises(InputError, match="compressors must be a list or a tuple, not 'topk'"):
+        plan(ZEROS, link(), 1.0, [2], compressors="topk")
     with pytest.raises(InputError, match="at least 1 worker"):
         plan(ZEROS, link(), 1.0, [])
     with pytest.raises(InputError, match="not an empty list"):

@@ -1,8 +1,10 @@
 """Local steps in real processes, beside loops written from the papers' formulas."""
 
 import copy
+import math
 import os
 import time
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -432,7 +434,30 @@ def counted(rank, world):
     other.load_state_dict(local.state_dict())
     loaded = other.exchanges, other.last, other._fragments[0].state.last
     other.discard()
-    return seen, loaded, (other.exchanges, other.last)
+    return seen, loaded, (other.exchanges, other.last), refused_then_discarded(rank)
+
+
+def refused_then_discarded(rank):
+    """Return counts after an exchange that is refused, and after discard(): none of it is left to take back."""
+    model = net()
+    optimizer = adamw(model)
+    local = LocalSteps(model, optimizer, steps=1, compressor=TopK(0.1))
+    local.__enter__()
+    for step in range(2):
+        backward(model, optimizer, rank, step)
+        optimizer.step()
+    good, last = [p.detach().clone() for p in model.parameters()], local.last
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    with suppress(NonFiniteGradientError):
+        optimizer.step()
+    refused = local.exchanges
+    with torch.no_grad():
+        for parameter, values in zip(model.parameters(), good, strict=True):
+            parameter.copy_(values)
+    local.discard()
+    local.__exit__(ValueError, None, None)
+    return refused, local.exchanges, local.last is last, local._fragments[0].state.step
 
 
 def lost_rank(rank, world, folder, delay):

@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 from workers.hook import model
 from workers.trainings import loss_of
@@ -67,6 +72,20 @@ def sharded(rank, world, mesh_shape):
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     net = model()
+    return described(net, mesh, rank)
+
+
+def sharded_in_tensor_parallel(rank, world):
+    """The same of two linear layers that pairs of ranks share, columns and rows, and FSDP2 shards among the pairs."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "tensor"))
+    net = model()
+    parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    # a pair has the same inputs
+    return described(net, mesh["shard"], rank // 2)
+
+
+def described(net, mesh, rank):
+    """Shard a model by FSDP2 and train it; return what the monitor said, and the whole gradient, of each step."""
     for layer in net:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)

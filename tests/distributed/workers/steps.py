@@ -258,9 +258,14 @@ def local_steps(rank, folder):
             # no longer there, as the local steps have it
             net[4].weight.requires_grad_(False)
             with local:
-                for step in range(2):
+                for step in range(6):
                     optimizer.zero_grad()
                     plain_loss(net, rank, step).backward()
+                    if step in (
+                        1,
+                        4,
+                    ):  # at the end of the first interval, in the middle of the last
+                        capture.step(loss=step, learning_rate=10 + step)
                     optimizer.step()
     return messages(caught)
 
