@@ -524,8 +524,8 @@ def _named(
 ) -> str:
     """Name a constant factor."""
     if s < 0:
-        minus = "−" if abs(s + 1) <= doubt else f"{s:.4g} × "
-        return f"sign: B = {minus}A"
+        times = "" if abs(s + 1) <= doubt else f"{-s:.4g} × "
+        return f"sign: B = −{times}A"
     # a factor and its inverse have one name, so only factors above 1 are looked for
     large = max(s, 1 / s)
     whole = round(large)

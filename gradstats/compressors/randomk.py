@@ -71,6 +71,9 @@ class RandomK(Compressor):
         self._update = SparseUpdate()
         self._step = 0
 
+    def warm_up(self) -> None:
+        """Compile nothing: what is drawn needs no loops."""
+
     def reduce(
         self, corrected: torch.Tensor, group: dist.ProcessGroup | None, flag: int = 0
     ) -> Reduced:

@@ -71,7 +71,7 @@ def decide(above: Sequence[float], tolerance: float, pairs: int) -> tuple[Decisi
     Returns
     -------
     decision : {"confirmed", "refused", "undecided"}
-        Confirmed if the upper bound of the mean is below the tolerance, refused if the lower one is above it.
+        Confirmed if the upper bound of the mean is within the tolerance, refused if the lower one is above it.
     low, high : float
         The bounds. Infinite where this is not one of the numbers of pairs at which a decision may fall.
 
@@ -262,7 +262,7 @@ class Trial:
         Parameters
         ----------
         on_progress : callable, optional
-            Called after each run with the number of runs done and the most that there may be.
+            Called after each run of a pair with the number of these done and the most that there may be.
 
         Returns
         -------

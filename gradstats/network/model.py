@@ -333,7 +333,7 @@ class Network:
         network = cls((), algorithms or {}, {"assumed": True})
         # every line is for two workers; Network.line scales it to any number
         lines = [Line("hop", 2, latency, seconds_per_byte)]
-        for operation in ALGORITHMS.keys() - {"hop"}:
+        for operation in [name for name in ALGORITHMS if name != "hop"]:
             messages, volume = network._terms(operation, 2)
             lines.append(Line(operation, 2, messages * latency, volume * seconds_per_byte))
         lines += [Line(name, 1, 0.0, gamma) for name, gamma in (local or {}).items()]

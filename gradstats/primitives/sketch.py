@@ -109,21 +109,6 @@ class Magnitudes:
             zero_fraction=zero_fraction,
         )
 
-    @classmethod
-    def from_histogram(cls, h: Histogram) -> Magnitudes:
-        """Take the occupied bins of a histogram as cells.
-
-        Parameters
-        ----------
-        h : Histogram
-            Counts of the magnitudes. Sums are taken from the middles of its bins.
-        """
-        bins, edges = np.flatnonzero(h.counts), bin_edges(h.bits)
-        finite = h.numel - h.nonfinite
-        zero_fraction = h.zeros / finite if finite else 0.0
-        weight = h.counts[bins].astype(np.float64)
-        return cls.from_cells(edges[bins], edges[bins + 1], weight, zero_fraction)
-
     @cached_property
     def count(self) -> int:
         """Number of magnitudes, n."""

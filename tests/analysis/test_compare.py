@@ -121,6 +121,7 @@ PLANTED = {
     "loss scale: B = 1024 × A": lambda g: each(g, lambda x: x * 1024),
     "loss scale: B = A ÷ 65536": lambda g: each(g, lambda x: x / 65536),
     "sign: B = −A": lambda g: each(g, lambda x: -x),
+    "sign: B = −4 × A": lambda g: each(g, lambda x: -4 * x),
     "a factor: B = 1.7 × A": lambda g: each(g, lambda x: x * np.float32(1.7)),
     "clipping: the norm of B ends at 30": lambda g: {k: clipped(x) for k, x in g.items()},
     "clipping: the norm of B ends at 31.42": lambda g: {k: clipped(x, 31.4159) for k, x in g.items()},
