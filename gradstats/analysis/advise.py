@@ -252,8 +252,8 @@ def advice_for(
     # zeros alone tell no training from another
     enough = not known <= {"zeros", "nonzero"}
     lossless = _lossless(nonzero, plans) if nonzero and sparse_already(nonzero) else None
-    # what a plan does not call faster is not recommended, here either
-    if lossless and plans and lossless["speedup_low"] <= 1:
+    # what a plan does not call faster, or has no time of, is not recommended, here either
+    if lossless and plans and not lossless["speedup_low"] > 1:
         lossless, nonzero = None, 1.0
     if lossless:
         records.insert(0, lossless)
