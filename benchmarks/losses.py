@@ -3,13 +3,14 @@
     python benchmarks/losses.py [PIECE …] [--data-dir DIR] [--seeds N] [--systems NAME …] [--write]
 
 A piece is a training and an optimizer of the atlas, such as gpt-pydoc/adamw. Each system is first trained from seed 0
-at a third, once and three times the atlas' learning rate, with Muon at three, nine and 27 times it; the best of the
-three is its own, dense or compressed. Then it trains at that rate from the seeds 1 to N, which are compared with dense
-training of the same seeds and batches: the rate is not judged where it was chosen. The loss is the mean of the last
-quarter of the steps. Each run is stored in docs/results/losses.jsonl as soon as it ends, and is not repeated, so the
-program can be interrupted; ``--seeds 0`` runs nothing. The table is printed at the end; ``--write`` also puts it into
-docs/losses.md, and what ``gradstats advise`` rests on into gradstats/analysis/evidence.json: these runs, those to a
-plateau of the same trainings (benchmarks/plateau.py), and what the atlas says of their gradients.
+at a third, once and three times the atlas' learning rate, with AdamW at nine times it, too, with Muon at three, nine
+and 27 times; the best of them is its own, dense or compressed. Then it trains at that rate from the seeds 1 to N, which
+are compared with dense training of the same seeds and batches: the rate is not judged where it was chosen. The loss is
+the mean of the last quarter of the steps. Each run is stored in docs/results/losses.jsonl as soon as it ends, and is
+not repeated, so the program can be interrupted; ``--seeds 0`` runs nothing. The table is printed at the end;
+``--write`` also puts it into docs/losses.md, and what ``gradstats advise`` rests on into
+gradstats/analysis/evidence.json: these runs, those to a plateau of the same trainings (benchmarks/plateau.py), and what
+the atlas says of their gradients.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from gradstats.analysis.advise import (
 )
 from gradstats.analysis.verdicts.advised import setting_of, sparse_already
 from gradstats.analysis.verdicts.trial import LITTLE
+from gradstats.analysis.verdicts.verdict import joined
 from gradstats.primitives.ratio import RATIOS
 from gradstats.statistics.resampling import holm
 
@@ -50,8 +52,11 @@ EVIDENCE = ROOT / "gradstats" / "analysis" / "evidence.json"
 STEPS = 120
 WARM_UP = 12
 """Steps in which the rate rises; then it falls to zero with a cosine, so that the loss has settled."""
-FACTORS = {"sgd": (0.3333333, 1.0, 3.0), "adamw": (0.3333333, 1.0, 3.0), "muon": (3.0, 9.0, 27.0)}
-"""Multiples of the atlas' learning rate that are tried, by optimizer: with Muon it is far too small."""
+FACTORS = {
+    "sgd": (0.3333333, 1.0, 3.0), "adamw": (0.3333333, 1.0, 3.0, 9.0), "muon": (3.0, 9.0, 27.0),
+}  # fmt: skip
+"""Multiples of the atlas' learning rate that are tried, by optimizer: with Muon it is far too small, with AdamW too
+small for half of the trainings."""
 BEYOND = 3.0
 """A further rate is so many times the largest of them; no setting trains at it, it says whether these end too early."""
 LAST = 0.25
@@ -180,7 +185,7 @@ def best_factor(rows: Sequence[Row], piece: str, system: str, ratio: float) -> f
 
 
 def beyond(rows: Sequence[Row]) -> str:
-    """Say in how many trainings seed 0 ended lower beyond the three rates, and how that moved top-k beside dense."""
+    """Say in how many trainings seed 0 ended lower beyond the rates, and how that moved top-k beside dense."""
     losses = {
         by("piece", "system", "ratio", "factor", "seed")(r): r.get("loss", math.inf) for r in rows
     }
@@ -188,42 +193,42 @@ def beyond(rows: Sequence[Row]) -> str:
     def ends(piece: str, edge: tuple[str, float], *further: float) -> float:
         return min(losses[piece, *edge, factor, 0] for factor in (*factors(piece), *further))
 
+    dense, topk = EDGES
     small: list[str] = []
 
-    def counted(optimizer: str) -> list[str]:
+    def counted(optimizer: str) -> list[int]:
         pieces = [
             piece for piece in PIECES
             if piece.endswith(f"/{optimizer}")
             and all((piece, *edge, edge_of(piece), 0) in losses for edge in EDGES)
         ]  # fmt: skip
-        dense, topk = EDGES
         pairs = [
             [ends(p, topk, *more) / ends(p, dense, *more) - 1 for more in ((), (edge_of(p),))]
             for p in pieces
         ]
-        counts = [
-            *(
-                sum(losses[p, *edge, edge_of(p), 0] < ends(p, edge) for p in pieces)
-                for edge in EDGES
-            ),
+        lower = [
+            sum(losses[p, *edge, edge_of(p), 0] < ends(p, edge) for p in pieces) for edge in EDGES
+        ]
+        if pieces and 2 * lower[0] >= len(pieces):
+            small.append(OPTIMIZERS[optimizer])
+        return [
+            *(len(pieces), *lower),
             sum(a - b >= 0.01 for a, b in pairs),
             sum(b - a >= 0.01 for a, b in pairs),
             sum((a <= TOLERANCE) is not (b <= TOLERANCE) for a, b in pairs),
         ]
-        if pieces and 2 * counts[0] >= len(pieces):
-            small.append(OPTIMIZERS[optimizer])
-        return [f"{count} of {len(pieces)}" for count in counts]
 
-    sgd, adam, muon = map(counted, OPTIMIZERS)
+    # of each count one number for each optimizer, in their order
+    of, dense_lower, topk_lower, nearer, away, crossed = (
+        joined(map(str, counts)) for counts in zip(*map(counted, OPTIMIZERS), strict=True)
+    )
     return (
-        f"At three times the largest, seed 0, which chose the others, ended lower than at any of the three in {sgd[0]} "
-        f"dense trainings with SGD and {sgd[1]} of `topk` at 0.01, with AdamW in {adam[0]} and {adam[1]}, with Muon in "
-        f"{muon[0]} and {muon[1]}. "
-        f"With that rate among those of both, `topk` ended nearer to dense, by 1 % of its loss or more, in {sgd[2]} "
-        f"with SGD and farther in {sgd[3]}, with AdamW in {adam[2]} and {adam[3]}, with Muon in {muon[2]} and "
-        f"{muon[3]}; it came within 2 % of dense, or left that, in {sgd[4]}, {adam[4]} and {muon[4]}."
+        "At three times the largest rate, seed 0 of dense training ended lower than at any of them in "
+        f"{dense_lower} of {of} trainings with {joined(OPTIMIZERS.values())}, that of `topk` at 0.01 in {topk_lower}. "
+        "With that rate added for both, `topk` ended nearer to dense, by 1 % of its loss or more, "
+        f"in {nearer}, farther in {away}, and crossed 2 % of it in {crossed}."
         + "".join(
-            f" With {name} all three are too small for half of the trainings or more: what is said here of its losses "
+            f" With {name} all are too small for half of the trainings or more: what is said here of its losses "
             "is of trainings that are slower than they have to be."
             for name in small
         )

@@ -294,8 +294,10 @@ def _redsync_choice(
         # everything of it, and not dense_below of the state: so it goes out during the backward pass
         if numel < dense_below:
             return Everything()
-        quantised = quantise and not is_output(name)
-        return redsync_selector(numel, ratio, quantised, search_above, topk_below=topk_below)
+        output = is_output(name)
+        return redsync_selector(
+            numel, ratio, quantise and not output, search_above, topk_below=topk_below
+        )
 
     return choose
 

@@ -310,14 +310,14 @@ def test_what_the_page_says_of_speech():
 
     page = " ".join((DOCS / "workloads.md").read_text(encoding="utf-8").split())
     for sentence in (
-        f"dense training {wrong['none']} % of the characters wrong, `dgc` {wrong['dgc']}, `sidco-e` "
+        f"dense training has {wrong['none']} % of the characters wrong, `dgc` {wrong['dgc']}, `sidco-e` "
         f"{wrong['sidco-e']} and `topk` {wrong['topk']}",
         f"`dgc` sends {rows['dgc']['bytes'] / rows['topk']['bytes']:.1f} times the bytes of `topk`",
-        f"dense training has after {passes('none')} passes, `dgc` after {passes('dgc')}, `sidco-e` after "
+        f"reached by dense training after {passes('none')} passes, by `dgc` after {passes('dgc')}, `sidco-e` after "
         f"{passes('sidco-e')} and `topk` after {passes('topk')}",
         f"`sidco-e` sends {rows['sidco-e']['bytes'] / rows['topk']['bytes']:.1f} times the bytes: it keeps "
         f"{rows['sidco-e']['quality']:.2f} k on average, though not in the first pass",
-        f"loss of {rows['none']['loss']:.2f} an utterance",
+        f"its loss goes on to {rows['none']['loss']:.2f} an utterance",
     ):
         assert sentence in page, sentence
     assert statistics.fmean(rows["sidco-e"]["curves"]["quality"][:2]) < 1
