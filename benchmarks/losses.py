@@ -347,7 +347,9 @@ def _above(
     # of a loss of 0, such as that of a policy that has become certain, nothing is a share
     if not all(r["loss"] for r in dense.values()):
         return
-    for system, ratio in dict.fromkeys((r["system"], r["ratio"]) for r in mine):
+    order = [*SYSTEMS]
+    known = {(r["system"], r["ratio"]) for r in mine}
+    for system, ratio in sorted(known, key=lambda each: (order.index(each[0]), -each[1])):
         pairs = [
             (r, dense[r["seed"]]) for r in mine
             if (r["system"], r["ratio"]) == (system, ratio) and r["seed"] in dense
