@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import pickle
@@ -19,6 +20,7 @@ def _entry(rank, world, folder, function, args):
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a rank that crashes shows where, of which its exit status says nothing
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(

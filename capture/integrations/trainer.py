@@ -134,7 +134,7 @@ class TrainerMonitor:
     ) -> None:
         # a misspelt option is an error here, before model and data are loaded
         inspect.signature(Monitor).bind(model=None, start_step=0, **options)
-        if theirs := options.keys() & {"optimizer", "scaler"}:
+        if theirs := sorted(options.keys() & {"optimizer", "scaler"}):
             raise InputError(f"the trainer has its own {some(theirs)}: leave {some(theirs)} out")
         self._log, self._every, self._options = log, every, options
         self.monitor: Monitor | None = None

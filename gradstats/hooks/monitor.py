@@ -271,9 +271,10 @@ class Monitor(Facts):
         self.blame: str | None = None
         self._handles: list[Any] = []
         self._updates = StepUpdates(self._layers)
-        self._used = SteppedGradients([p for _, p in self._layers])
-        self._applied = Applied(self._used.note)
+        self._used: SteppedGradients | None = None
         if scaler is not None and optimizer is None:
+            self._used = SteppedGradients([p for _, p in self._layers])
+            self._applied = Applied(self._used.note)
             self._applied.watch(p for _, p in self._layers)
         if optimizer is not None:
             self._handles.append(before_steps(optimizer, partial(self._before, bool(updates))))
@@ -343,7 +344,7 @@ class Monitor(Facts):
             If the loss scaler has taken its step, and its scale off the gradients, already.
         """
         # after scaler.update() its stages say nothing of that any more
-        stepped = self._used.stand() and self._applied.scaled
+        stepped = self._used is not None and self._used.stand() and self._applied.scaled
         if stepped and not has_unscaled(self._scaler):
             raise InputError(
                 "the scaler has unscaled the gradients: call monitor.step() before scaler.step()"
@@ -353,8 +354,9 @@ class Monitor(Facts):
     def close(self) -> None:
         """Unhook the optimizer. Calling it twice does no harm."""
         self._taken.stop()
-        self._applied.forget()
-        self._used.forget()
+        if self._used is not None:
+            self._applied.forget()
+            self._used.forget()
         if self._noise is not None:
             self._noise.stop()
         for handle in self._handles:
