@@ -15,6 +15,7 @@ import gradstats
 from gradstats.analysis import advise
 from gradstats.analysis.advise import compared_kind
 from gradstats.analysis.verdicts import what_to_try
+from gradstats.analysis.verdicts.verdict import signed_percent
 from gradstats.errors import InputError
 from gradstats.primitives.ratio import RATIOS
 from gradstats.trace import Layer, TraceWriter, create_trace
@@ -384,6 +385,12 @@ def test_traces_know_their_ranks_and_optimizer(tmp_path, measured):
     for without, left in (("near1", False), ("near1/sgd", False), ("near1/adamw", True)):
         best = gradstats.advise(path, optimizer="SGD", without=[without]).records[0]
         assert ("near1/sgd" in best["evidence"]) == left
+
+
+def test_no_zero_has_a_sign():
+    shares = (-0.0004, 0.0, 0.0004, -0.0006, 0.0006, -0.123, math.inf)
+    expected = ["0.0", "0.0", "0.0", "−0.1", "+0.1", "−12", "+inf"]
+    assert [*map(signed_percent, shares)] == expected
 
 
 def test_ranks_that_are_left_out_do_not_tell_how_workers_differ(tmp_path):

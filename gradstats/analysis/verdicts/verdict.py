@@ -118,7 +118,10 @@ def signed_percent(share: float) -> str:
     share : float
         The difference, as a share.
     """
-    return f"{100 * share:+.{1 if abs(share) < 0.1 else 0}f}".replace("-", "−")
+    digits = 1 if abs(share) < 0.1 else 0
+    # rounded before it is written, so that no zero has a sign
+    percent = round(100 * share, digits)
+    return f"{percent:+.{digits}f}".replace("-", "−") if percent else "0.0"
 
 
 def joined(parts: Iterable[str]) -> str:
