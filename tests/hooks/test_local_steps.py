@@ -75,7 +75,10 @@ def test_the_exchange_at_the_end_counts_and_loading_forgets_the_last_one(two):
         assert loaded == (3, None, None)
         assert back == (3, None)
         # two exchanges were accepted, the third was not and is taken back by nothing
-        assert refused == (2, 2, True, 2)
+        counts, (now, delayed) = refused
+        assert counts == (2, 2, True, 2)
+        assert "not recorded with a delay" in delayed
+        assert "not recorded" not in now
 
 
 def test_without_an_outer_optimizer_parameters_become_the_mean(two):

@@ -457,7 +457,9 @@ def refused_then_discarded(rank):
             parameter.copy_(values)
     local.discard()
     local.__exit__(ValueError, None, None)
-    return refused, local.exchanges, local.last is last, local._fragments[0].state.step
+    counts = refused, local.exchanges, local.last is last, local._fragments[0].state.step
+    delayed = LocalSteps(model, optimizer, steps=2, compressor=TopK(0.1), delay=1)
+    return counts, [repr(each) for each in (local, delayed)]
 
 
 def lost_rank(rank, world, folder, delay):
