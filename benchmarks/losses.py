@@ -223,7 +223,7 @@ def beyond(rows: Sequence[Row]) -> str:
         joined(map(str, counts)) for counts in zip(*map(counted, OPTIMIZERS), strict=True)
     )
     return (
-        "At three times the largest rate, seed 0 of dense training ended lower than at any of them in "
+        "At three times the largest rate, seed 0 of dense training ended lower than at any smaller one in "
         f"{dense_lower} of {of} trainings with {joined(OPTIMIZERS.values())}, that of `topk` at 0.01 in {topk_lower}. "
         "With that rate added for both, `topk` ended nearer to dense, by 1 % of its loss or more, "
         f"in {nearer}, farther in {away}, and crossed 2 % of it in {crossed}."

@@ -123,7 +123,7 @@ class TrainerMonitor:
     TypeError
         If an option is unknown.
     InputError
-        If one is what the trainer has.
+        If ``optimizer`` or ``scaler`` is given: the trainer has its own.
     """
 
     def __init__(
@@ -157,6 +157,8 @@ class TrainerMonitor:
     def _watch(
         self, model: nn.Module, start_step: int, log: Any = None, scaler: Any = None
     ) -> None:
-        options = {"scaler": scaler, **self._options}
         log = self._log if log is None else log
-        self.monitor = Monitor(model, log, self._every, start_step=start_step, **options)
+        options = self._options
+        self.monitor = Monitor(
+            model, log, self._every, scaler=scaler, start_step=start_step, **options
+        )

@@ -251,11 +251,12 @@ def _weights(source: Source, names: Sequence[str], side: _Side) -> list[NDArray[
     """Return the model's parameters, zeros where the file lacks one."""
     wanted, plain = _plain_names([names, [layer.name for layer in source.layers]])
     places = dict(zip(plain, source.layers, strict=True))
-    key, weights = next(iter(source.select(kinds=kinds_of_weights(source))), None), []
+    key = source.select(kinds=kinds_of_weights(source))[0]
+    weights = []
     for name, place in zip(wanted, side.places, strict=True):
         # what the file lacks is zero: it explains no difference
         values = np.zeros(place.stop - place.start)
-        if key is not None and name in places and places[name].numel == values.size:
+        if name in places and places[name].numel == values.size:
             where = places[name].slice
             values = as_numpy(source.elements(*key, where.start, where.stop)).reshape(-1)
         weights.append(values)

@@ -404,8 +404,8 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
         returns to its line), kpss_p, p of stationarity around a line (small: it wanders off); change_low, change_high:
         1 % and 99 % quantiles of the ratio of successive steps (of the difference where not relative); total_change,
         total_change_low, total_change_high: last over first step on the fitted line (their difference where not
-        relative), with the slope's interval. Numbers that fewer than :data:`FEWEST_STEPS` steps,
-        or a constant, cannot give are NaN.
+        relative), with the slope's interval. What a constant, or fewer than :data:`FEWEST_STEPS`
+        steps, cannot give is NaN.
 
     Raises
     ------

@@ -63,10 +63,7 @@ def judged_rules(series: Iterable[dict[str, Any]]) -> Records:
     # layers in the order of the model; rules that cannot be judged come last: NaN has no place in an order
     place = {layer: i for i, layer in enumerate(dict.fromkeys(r["layer"] for r in records))}
     records.sort(
-        key=lambda r: (
-            *(r["trace"], r["kind"], place[r["layer"]]),
-            *(math.isnan(r["far"]), r["far"]),
-        )
+        key=lambda r: (r["trace"], r["kind"], place[r["layer"]], math.isnan(r["far"]), r["far"])
     )
     return records
 

@@ -418,9 +418,8 @@ def pot(  # numpydoc ignore=PR01
     """
     from gradstats.analysis import peaks
 
-    table, by_layer = (TAILS if layers or layer else PEAKS), bool(layers or layer)
-    if choose and not by_layer:
-        table = CHOICE
+    by_layer = bool(layers or layer)
+    table = TAILS if by_layer else CHOICE if choose else PEAKS
     work = one_by_one(peaks.pot, ratio, method=method, replicates=choose, per_layer=by_layer)
     brief = format == "table" and not everything
     records = analyse(

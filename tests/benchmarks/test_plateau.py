@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 
+import numpy as np
 import plateau
 import pytest
 from pages import block
@@ -323,6 +324,23 @@ def test_what_the_page_says_of_speech():
     assert statistics.fmean(rows["sidco-e"]["curves"]["quality"][:2]) < 1
     trials = [each["character_error_rate"] for each in rows["none"]["evaluations"]]
     assert trials[9] - trials[-1] < 0.01
+
+
+def test_what_the_page_says_of_adamw():
+    rows = stored(RESULTS / "plateau-gpt-pydoc.jsonl")
+
+    def curve(name, ratio):
+        mine = [r["curves"]["loss"] for r in rows if (r["compressor"], r["ratio"]) == (name, ratio)]
+        return np.mean(mine, axis=0)
+
+    behind = [curve("topk", ratio) - curve("none", 1.0) for ratio in (0.1, 0.01, 0.001)]
+    early = [each[5:12].mean() for each in behind]
+    assert {each.size for each in behind} == {50}  # 10 to 24 %
+    for each, most in zip(behind, early, strict=True):
+        assert most > max(each[:5].mean(), each[12:].mean())
+    page = " ".join((DOCS / "workloads.md").read_text(encoding="utf-8").split())
+    said = "by {:.2f}, {:.2f} and {:.2f} nats of training loss between 10 and 24 % of the steps."
+    assert said.format(*early) in page
 
 
 def test_what_the_page_says_of_the_clock():

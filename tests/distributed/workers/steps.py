@@ -261,10 +261,8 @@ def local_steps(rank, folder):
                 for step in range(6):
                     optimizer.zero_grad()
                     plain_loss(net, rank, step).backward()
-                    if step in (
-                        1,
-                        4,
-                    ):  # at the end of the first interval, in the middle of the last
+                    # at the end of the first interval, in the middle of the last
+                    if step in (1, 4):
                         capture.step(loss=step, learning_rate=10 + step)
                     optimizer.step()
     return messages(caught)
