@@ -71,8 +71,9 @@ class Capture(Facts):
         Ranks to capture; all if None.
     kinds : sequence of {"gradient", "corrected", "local", "pseudogradient", "update", "weight"}, optional
         What to store: the gradient, the gradient plus the hook's memory, and, of a sharded model, this rank's gradient
-        before any reduction. If None, the first two where the hook keeps a memory, else the gradient. :meth:`follow`
-        adds the pseudo-gradient, and corrected is then of that. The update is what the optimizer's step takes off the
+        before any reduction. If None, the first two where the hook keeps a memory, else the gradient. Without a hook
+        nothing is corrected, and the first step to be recorded raises an :class:`InputError`. :meth:`follow` adds the
+        pseudo-gradient, and corrected is then of that. The update is what the optimizer's step takes off the
         parameters, and the weight the parameters after it: both need `optimizer`.
     parameters : sequence of str, optional
         Name patterns (``fnmatch``) of the parameters to capture; all if None.

@@ -53,6 +53,7 @@ class ExchangeTap(Tap):
     ) -> None:
         super().__init__(recorder, layout, kinds, local_steps)
         self._owner = owner
+        self._local_steps = local_steps
         self._sharding = sharding
         self._ddp = ddp
         self._loss: float | torch.Tensor | None = None
@@ -123,13 +124,18 @@ class ExchangeTap(Tap):
         return self._layout.slots if self._sharding is None else self._sharding.places
 
     def _mark_absent(self) -> None:
-        """Mark what no fragment has: it is not exchanged, and each rank trains it by itself."""
-        names = []
+        """Mark what no fragment has, as each rank trains it alone, and what was exchanged before the capture began."""
+        apart: list[str] = []
+        before: list[str] = []
         for name, parameter in zip(self._layout.names, self._layout.parameters, strict=True):
             if id(parameter) not in self._participants:
                 self._recorder.absent(self._places[id(parameter)])
-                names.append(name)
-        self._absent(names, "the local steps do not exchange them")
+                (before if self._local_steps.holds(parameter) else apart).append(name)
+        self._absent(apart, "the local steps do not exchange them")
+        self._absent(
+            before,
+            "the capture began within an interval, after that fragment's exchange; later steps have it",
+        )
 
     def contents(self) -> Contents:
         """Return what this rank writes: pseudo-gradients are added to what the local steps' memory suggests."""

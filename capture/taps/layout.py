@@ -9,7 +9,7 @@ import torch
 
 from capture.taps.parts import Parts, UnitsOption
 from gradstats.errors import InputError
-from gradstats.hooks.layout import check_patterns, matching
+from gradstats.hooks.layout import check_patterns, matching, warn_of_idle
 from gradstats.hooks.torch_private import parts_of, unwrap
 from gradstats.hooks.units import is_sharded, local_part, units
 from gradstats.primitives.ratio import shown
@@ -64,7 +64,8 @@ class Layout:
         self.slots: dict[int, slice] = {}
         self.ignored: list[str] = []
         ignored = _ignored(model, self.model)
-        wanted = matching(["*"] if patterns is None else check_patterns(patterns, "parameters"))
+        patterns = ["*"] if patterns is None else check_patterns(patterns, "parameters")
+        wanted = matching(patterns)
         offset = 0
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
@@ -84,6 +85,9 @@ class Layout:
             if self.ignored:
                 raise InputError("DDP or FSDP2 ignores all parameters that are to be captured")
             raise InputError(f"no trainable parameter to capture; the model has {names or 'none'}")
+        warn_of_idle(
+            patterns, [n for n, _ in self.model.named_parameters()], "parameters", "captures"
+        )
         self.names = [layer.name for layer in self.layers]
         self.parts = Parts(units, self.layers)
         # the same order as named_parameters(), which also has a shared parameter once

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from capture.recorder import Phase, Recorder
+from capture.recorder import Contents, Phase, Recorder
 from capture.taps.layout import Layout, module_of
 from capture.taps.tap import SCALED, Tap, check_no_hook
 from capture.taps.watch import BackwardWatch
@@ -62,6 +62,15 @@ class PlainTap(Tap):
         self._applied.watch(layout.parameters)
         # whether a step of the trace has ended after the optimizer's
         self._after_steps = False
+
+    def contents(self) -> Contents:
+        """Return what this rank writes; nothing corrects a gradient where no hook is known."""
+        if self._state is None and "corrected" in (self._kinds or ()):
+            raise InputError(
+                "corrected is what a hook is about to compress: register capture.wrap(state, hook), or call "
+                "shard_hook() before the Capture of a sharded model"
+            )
+        return super().contents()
 
     def end(
         self,

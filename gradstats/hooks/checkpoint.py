@@ -15,6 +15,7 @@ from gradstats.compressors import Compressor
 from gradstats.errors import InputError, first_line
 from gradstats.hooks.contents import check_count_of, check_values, field, refusing, seal, unseal
 from gradstats.hooks.gradient import FlatGradient, MemoryPart
+from gradstats.hooks.memory import Memory
 from gradstats.hooks.optimizers import parameters_of
 from gradstats.hooks.torch_private import tree_map
 from gradstats.hooks.units import as_sharded, local_part
@@ -247,6 +248,23 @@ class Checkpoint:
         if self._pending is not None:
             self._check_parameters(self._pending)
             self._restore(self._pending)
+
+    def restore_part(self, memory: Memory, name: str) -> None:
+        """Fill a memory of one compressed parameter alone from an entry loaded before, if there is one.
+
+        Parameters
+        ----------
+        memory : Memory
+            Allocated, and zero.
+        name : str
+            Name of the parameter.
+        """
+        saved = (self._pending or {}).get("memory", {})
+        for kind, tensor in memory.tensors().items():
+            # what does not fit is of another model, which the step is about to say
+            values = saved.get(kind, {}).get(name)
+            if values is not None and values.shape == tensor.shape:
+                tensor.copy_(values)
 
     def _identity(self) -> tuple[int, int]:
         """Return this rank and the number of ranks in its group, as they were while the process group lived."""

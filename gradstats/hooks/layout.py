@@ -72,20 +72,26 @@ def idle(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     ]
 
 
-def warn_of_idle(exclude: Sequence[str], names: Sequence[str]) -> None:
-    """Warn of patterns that exclude no parameter, such as misspelt ones.
+def warn_of_idle(
+    patterns: Sequence[str], names: Sequence[str], argument: str = "exclude", does: str = "excludes"
+) -> None:
+    """Warn of patterns that no parameter has, such as misspelt ones.
 
     Parameters
     ----------
-    exclude : sequence of str
+    patterns : sequence of str
         Name patterns (``fnmatch``).
     names : sequence of str
         Names of the parameters of the model.
+    argument : str
+        Name of the argument that has them.
+    does : str
+        What a pattern does to the parameters that have it.
     """
-    if unused := idle(exclude, names):
+    if unused := idle(patterns, names):
         first = names[0] if names else "missing"
         warn(
-            f"exclude: no parameter is called {several(unused)}, so it excludes nothing; the first of {len(names)} is "
+            f"{argument}: no parameter is called {several(unused)}, so it {does} nothing; the first of {len(names)} is "
             f"{first}"
         )
 

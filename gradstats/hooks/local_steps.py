@@ -283,6 +283,16 @@ class LocalSteps(Facts):
         (fragment,) = (f for f in self._fragments if f.holds(parameter))
         return fragment.corrected(parameter, gradient)
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter takes part in the exchanges.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            One of the model's parameters.
+        """
+        return any(fragment.holds(parameter) for fragment in self._fragments)
+
     def watch(self, before: Callable[[list[Pair]], None], after: Callable[[], None]) -> None:
         """Call functions around exchanges: what :class:`capture.Capture` does.
 

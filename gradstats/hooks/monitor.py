@@ -21,7 +21,7 @@ from gradstats.errors import InputError, several, unknown, warn
 from gradstats.hooks.applied import Applied
 from gradstats.hooks.facts import Facts
 from gradstats.hooks.gradient import dense, real_view
-from gradstats.hooks.layout import check_patterns, matching
+from gradstats.hooks.layout import check_patterns, matching, warn_of_idle
 from gradstats.hooks.meeting import meet
 from gradstats.hooks.noise import NOISE_NAMES, MicroBatches
 from gradstats.hooks.optimizers import (
@@ -258,6 +258,7 @@ class Monitor(Facts):
         self._frozen = [each for each in named if not each[1].requires_grad]
         if not self._layers:
             raise InputError("no trainable parameter to watch; look at the patterns in parameters=")
+        warn_of_idle(patterns, [n for n, _ in inner.named_parameters()], "parameters", "watches")
         self._meet()  # before anything is hooked
         self._taken = TakenGradients(self._layers)
         self._spikes = Spikes(dict(self._layers), check_count(window, "window", FEWEST), spike)

@@ -318,12 +318,13 @@ class CompressionState(Facts):
         if scale != 1:
             flat = flat.to(setup.layout.dtype) * (1 / scale)
         # without a slot it is averaged densely
-        if slot is None or not setup.gradient.allocated:
+        if slot is None:
             return flat
+        memory, place = setup.memory_of(parameter, slot, flat.device)
         # passed only where it is true, as in Memory.add()
         if setup.further(parameter):
-            return self.memory.preview(flat, slot, further=True)
-        return self.memory.preview(flat, slot)
+            return memory.preview(flat, place, further=True)
+        return memory.preview(flat, place)
 
     def corrected_run(
         self, parameters: Sequence[torch.Tensor], gradient: torch.Tensor, out: torch.Tensor

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Iterable, Sequence
@@ -180,6 +181,30 @@ class Setup:
         """
         self.gradient.allocate(device)
         self.checkpoint.restore_memory()
+
+    def memory_of(
+        self, parameter: torch.Tensor, place: slice, device: torch.device
+    ) -> tuple[Memory, slice]:
+        """Return the memory in which a compressed parameter has a place, and the place.
+
+        Before the first exchange there is none, and this is a copy with room for the parameter alone. A memory of zeros
+        adds something, too: AdamW's first step is none of the gradient's size.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            The parameter.
+        place : slice
+            Its place in the flat gradient.
+        device : torch.device
+            Device of its gradient.
+        """
+        if self.gradient.allocated:
+            return self.memory, place
+        memory, numel = copy.deepcopy(self.memory), place.stop - place.start
+        memory.allocate(numel, device, self.layout.dtype)
+        self.checkpoint.restore_part(memory, self.layout.name(parameter))
+        return memory, slice(0, numel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,27 @@ def test_patterns_frozen_and_unused_parameters(tmp_path):
     assert not (tmp_path / "b.zarr").exists()
 
 
+def test_a_pattern_that_matches_nothing_beside_one_that_does_is_said(tmp_path):
+    model = cases.model()
+    model[0].bias.requires_grad_(False)
+    said = "^parameters: no parameter is called 0.wieght, so it captures nothing; the first of 6 is 0.weight$"
+    # a frozen parameter is known
+    with (
+        pytest.warns(UserWarning, match=said),
+        Capture(tmp_path / "a.zarr", model, parameters=["0.wieght", "0.bias", "2.*"]),
+    ):
+        pass
+    assert [la.name for la in open_trace(tmp_path / "a.zarr").layers] == ["2.weight", "2.bias"]
+
+
+def test_corrected_is_of_a_hook(tmp_path):
+    model = cases.model()
+    with Capture(tmp_path / "a.zarr", model, kinds=["gradient", "corrected"]) as capture:
+        model(torch.ones(1, 40)).sum().backward()
+        with pytest.raises(InputError, match=r"^corrected is what a hook .* capture\.wrap"):
+            capture.step()
+
+
 def test_bad_settings_are_refused(tmp_path):
     for options in (
         {"kinds": ["residual"]},

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import gradstats
-from capture import CaptureWarning
+from capture import Capture, CaptureWarning
 from capture.workloads import RunConfig, run
 from capture.workloads.launch import RunFailedError
 from capture.workloads.resume import result_so_far
 from capture.workloads.training import _train
+from gradstats import open_trace
+from gradstats.compressors import TopK
 from gradstats.errors import InputError
+from gradstats.hooks import ErrorFeedback, LocalSteps
 
 BASE = RunConfig(workload="resnet20-digits", steps=6, batch_size=8, ratio=0.01, diagnose_every=2)
 
@@ -139,3 +144,50 @@ def test_every_checkpoint_says_how_good_the_model_was(tmp_path, one_rank):
     without = _train(config)
     assert without.evaluations == []
     assert math.isnan(without.accuracy)
+
+
+def test_local_steps_resumed_within_an_interval_are_recorded_as_they_would_have_been(
+    tmp_path, one_rank
+):
+    def trained(path, steps, state=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+        batches = torch.randn(18, 8, 5)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        local = LocalSteps(
+            model, optimizer, steps=4, compressor=TopK(0.2), memory=ErrorFeedback(), fragments=2
+        )
+        if state is not None:
+            model.load_state_dict(state[0])
+            local.load_state_dict(state[1])
+        saved = {}
+        with Capture(path, model, start_step=local.exchanges) as capture:
+            capture.follow(local)
+            with local:
+                for step in steps:
+                    if step in (8, 10):  # at an exchange of both fragments, and between them
+                        parts = copy.deepcopy((model.state_dict(), local.state_dict()))
+                        saved[step] = parts
+                    optimizer.zero_grad()
+                    model(batches[step]).square().mean().backward()
+                    capture.step()
+                    optimizer.step()
+        return open_trace(path), saved
+
+    whole, saved = trained(tmp_path / "whole.zarr", range(18))
+    at_exchange, _ = trained(tmp_path / "8.zarr", range(8, 18), saved[8])
+    said = "^0.weight is NaN in the trace: the capture began within an interval"
+    with pytest.warns(CaptureWarning, match=said):
+        between, _ = trained(tmp_path / "10.zarr", range(10, 18), saved[10])
+    assert whole.steps()[-1] == at_exchange.steps()[-1] == between.steps()[-1]
+    for kind in whole.kinds(0):
+        for step in at_exchange.steps():
+            assert np.array_equal(at_exchange.read(step, kind=kind), whole.read(step, kind=kind))
+        first, *later = between.steps()
+        known = ~np.isnan(between.read(first, kind=kind))
+        assert known.tolist() == [False] * 20 + [True] * 19
+        assert np.array_equal(
+            between.read(first, kind=kind)[known], whole.read(first, kind=kind)[known]
+        )
+        for step in later:
+            assert np.array_equal(between.read(step, kind=kind), whole.read(step, kind=kind))

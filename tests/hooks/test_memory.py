@@ -9,15 +9,17 @@ from support.every import every
 from torch.nn.parallel import DistributedDataParallel
 from workers import memory as cases
 
-from gradstats.compressors import RandomK, SignSGD, TopK
+from gradstats.compressors import RandomK, SignSGD, SparseCompressor, TopK
 from gradstats.errors import InputError
 from gradstats.hooks import (
     AdamCorrection,
     CompressionState,
     ErrorFeedback,
+    LocalSteps,
     MomentumCorrection,
     compression_hook,
 )
+from gradstats.hooks.memory import NoMemory
 from gradstats.hooks.step import outside
 
 MOMENTUM = [1, 1.9, 2.71, 3.439]
@@ -164,3 +166,88 @@ def test_a_state_shows_what_it_compresses_where_gradients_were_not_zeroed(one_ra
         expected = torch.cat([each.reshape(-1) for each in own]) + residual
         torch.testing.assert_close(torch.cat([shown[2], shown[1]]), expected, rtol=1e-5, atol=1e-5)
         assert residual.any() or not step
+
+
+class Seen(SparseCompressor):
+    """Keeps what it is given."""
+
+    def reduce(self, corrected, *rest):
+        self.given = corrected.clone()
+        return super().reduce(corrected, *rest)
+
+
+MEMORIES = {
+    "sum": ErrorFeedback,
+    "decay": lambda: ErrorFeedback(0.5),
+    "momentum": MomentumCorrection,
+    "nesterov": lambda: MomentumCorrection(0.8, nesterov=True),
+    "redsync": lambda: MomentumCorrection(0.8, nesterov="redsync", masking=False),
+    "adam": AdamCorrection,
+    "none": NoMemory,
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_what_a_state_shows_is_what_it_compresses_from_the_first_step_on_and_resumed(
+    one_rank, name
+):
+    torch.manual_seed(0)
+    # other sizes, so that a place of another parameter would show; the smallest is averaged densely
+    net = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 4))
+    saved, compared = None, 0
+    for _ in range(2):
+        ddp = DistributedDataParallel(net)
+        named = net.named_parameters()
+        state = CompressionState(
+            Seen(TopK(0.1)), memory=MEMORIES[name](), named_parameters=named, dense_below=10
+        )
+        if saved is not None:
+            state.load_state_dict(saved)
+        shown = {}
+
+        def hook(state, bucket, shown=shown):
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                shown[id(parameter)] = state.corrected(parameter, gradient).clone()
+            return compression_hook(state, bucket)
+
+        ddp.register_comm_hook(state, hook)
+        for _ in range(3):
+            net.zero_grad()
+            ddp(torch.randn(4, 30)).square().sum().backward()
+            *compressed, _ = [shown[id(p)] for p in net.parameters()]
+            assert torch.equal(torch.cat(compressed), state.compressor.given)
+            compared += 1
+        saved = state.state_dict()
+    assert compared == 6
+
+
+def test_what_local_steps_show_is_what_they_compress_resumed_too(one_rank):
+    torch.manual_seed(0)
+    net, saved, steps = torch.nn.Linear(6, 5), None, 0
+    for _ in range(2):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        local = LocalSteps(
+            net, optimizer, steps=2, compressor=Seen(TopK(0.1)), memory=ErrorFeedback(0.5)
+        )
+        if saved is not None:
+            local.load_state_dict(saved)
+        shown, given = [], []
+
+        def before(pairs, local=local, shown=shown):
+            shown.append(torch.cat([local.corrected(*pair) for pair in pairs]))
+
+        def after(local=local, given=given):
+            given.append(local._fragments[0].state.compressor.given)
+
+        local.watch(before, after)
+        with local:
+            for _ in range(6):
+                optimizer.zero_grad()
+                net(torch.randn(8, 6)).square().sum().backward()
+                optimizer.step()
+        assert len(shown) == len(given) == 3
+        for ours, theirs in zip(shown, given, strict=True):
+            assert torch.equal(ours, theirs)
+            steps += 1
+        saved = local.state_dict()
+    assert steps == 6

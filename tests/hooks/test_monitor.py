@@ -567,6 +567,13 @@ def test_options_that_make_no_sense_are_one_line():
         Monitor("net")
 
 
+def test_a_pattern_that_matches_nothing_beside_one_that_does_is_said():
+    with pytest.warns(
+        UserWarning, match="^parameters: no parameter is called wieght, so it watches"
+    ):
+        Monitor(model(), parameters=["wieght", "*bias"]).close()
+
+
 def weights(net):
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
 
