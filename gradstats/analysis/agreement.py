@@ -235,29 +235,25 @@ def _selections(vectors: Sequence[Array], ratio: float, workers: int) -> dict[st
     n, numel = len(vectors), numel_of(vectors[0])
     k = target_count(ratio, numel)
     times = np.zeros(numel, np.int64)
-    fewest = numel
-    for rank, vector in enumerate(vectors):
-        places = _largest(vector, k, rank)
-        fewest = min(fewest, places.size)
+    selections = [_largest(vector, k, rank) for rank, vector in enumerate(vectors)]
+    for places in selections:
         # a rank's positions are distinct, so += counts each of them once
         times[places] += 1
-    if not fewest:  # a gradient of zeros, of which nothing is selected
+    if not all(places.size for places in selections):  # of a gradient of zeros nothing is selected
         return dict.fromkeys(("overlap", "union", "union_low", "union_high"), math.nan) | {
             "ratio": ratio,
             "k": k,
         }
     counts = np.bincount(times, minlength=n + 1)
-    # a position that c ranks select is shared by c(c − 1) ordered pairs of them, c = 0 … n
-    both = float(counts @ (np.arange(n + 1) * np.arange(-1, n))) / (n * (n - 1))
+    # of what a rank selects, which is fewer than k where fewer are not zero: the mean over the other ranks
+    shares = [float(np.mean(times[places] - 1)) / (n - 1) for places in selections]
     growth = fit_union(counts)
-    # counted, or for fewer ranks than captured the exact mean over their subsets; the model only beyond
-    together = float(counts[1:].sum()) if workers == n else growth(workers)
+    together = growth(workers)
     # up to the captured ranks the union is counted, so both bounds are it
     low, high = growth.bounds(workers) if workers > n else (together,) * 2
     return {
-        "overlap": both / k,
-        # the bounds hold without the model, so it gives way to them
-        "union": min(max(together, low), high) / k,
+        "overlap": float(np.mean(shares)),
+        "union": together / k,
         "union_low": low / k,
         "union_high": high / k,
         "ratio": ratio,

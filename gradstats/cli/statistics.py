@@ -419,6 +419,10 @@ def pot(  # numpydoc ignore=PR01
     from gradstats.analysis import peaks
 
     by_layer = bool(layers or layer)
+    if by_layer and choose:
+        raise InputError(
+            "a threshold is chosen for the whole gradient: leave out --choose, or --layers and --layer"
+        )
     table = TAILS if by_layer else CHOICE if choose else PEAKS
     work = one_by_one(peaks.pot, ratio, method=method, replicates=choose, per_layer=by_layer)
     brief = format == "table" and not everything

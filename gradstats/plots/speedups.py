@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -58,10 +59,12 @@ def speedup(
     Raises
     ------
     InputError
-        If there are no records.
+        If there are no records with a speed-up.
     """
+    # of what was not measured there is no line, and NaN has no place in an order
+    records = [r for r in records if not math.isnan(r["speedup"])]
     if not records:
-        raise InputError("there are no records of plan to draw")
+        raise InputError("there are no records of plan with a speed-up to draw")
     other = "workers" if at == "rate" else "rate"
     fixed = records[0][other]
     unit = records[0].get("baseline", "none")

@@ -18,6 +18,9 @@ from gradstats.primitives.arrays import Array, check, even_chunks, wide_dtype
 
 __all__ = ["Pair", "gram", "pair", "sign_pairs"]
 
+_SMALLEST = float(np.finfo(float).tiny / np.finfo(float).eps)
+"""Sum of squares below which these have lost digits, or all."""
+
 
 def gram(vectors: Sequence[Array]) -> NDArray[np.float64]:
     """Return the products of all pairs of vectors, from which every norm, angle, mean and fit follows.
@@ -35,7 +38,7 @@ def gram(vectors: Sequence[Array]) -> NDArray[np.float64]:
     Raises
     ------
     InputError
-        If a product is beyond float64's range.
+        If squares are beyond float64's range, or so small that they vanish.
 
     Examples
     --------
@@ -44,6 +47,9 @@ def gram(vectors: Sequence[Array]) -> NDArray[np.float64]:
     [[25.0, 3.0], [3.0, 1.0]]
     """
     products = np.zeros((len(vectors), len(vectors)))
+    # squares of float32 are far from the smallest numbers, so only others are looked at
+    double = any(wide_dtype(v) == np.float64 for v in vectors)
+    some = np.zeros(len(vectors), bool)
     for chunks in zip(*(even_chunks(check(v)) for v in vectors), strict=True):
         # products of two float32 are exact in float64
         rows = np.array([chunk for _, chunk in chunks], np.float64)
@@ -52,7 +58,9 @@ def gram(vectors: Sequence[Array]) -> NDArray[np.float64]:
         rows = rows if finite.all() else rows[:, finite]
         with np.errstate(over="ignore", invalid="ignore"):
             products += rows @ rows.T
-    if not np.isfinite(products).all():
+        if double:
+            some |= rows.any(axis=1)
+    if not np.isfinite(products).all() or (some & (products.diagonal() < _SMALLEST)).any():
         raise InputError("squares of these magnitudes leave the range of numbers: rescale them")
     return products
 

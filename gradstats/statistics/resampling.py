@@ -147,6 +147,8 @@ def ratio_interval(
     if whole.reason:
         return math.nan, math.nan, whole.reason
     unbounded = mean_interval(bottom, level).low <= 0
+    if not top.any():  # every ratio but zero is outside, however small
+        return 0.0, math.inf if unbounded else 0.0, ""
     # stands for infinity
     far = 1e9 * abs(mean) / abs(over) if over else math.inf
     if not math.isfinite(far) or (center == math.inf and not inside(far)):

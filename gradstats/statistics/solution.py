@@ -21,6 +21,7 @@ class Reason(StrEnum):
     """Reason why data has no fit."""
 
     EMPTY = "nothing to fit: no finite non-zero element"
+    TIED = "nothing to fit: the largest magnitudes are tied, and none exceeds the threshold"
     TOO_FEW = "a shape needs at least two elements"
     CONSTANT = "all magnitudes are equal: no shape describes them"
     NO_MAXIMUM = (

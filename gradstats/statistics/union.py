@@ -127,8 +127,12 @@ class UnionGrowth:
         return last, min(float(self.numel), last + (world - self.ranks) * slope)
 
     def __call__(self, world: int) -> float:
-        """Return the union of `world` ranks, measured if there are so many, else predicted."""
-        return self.measured(world) if world <= self.ranks else self.predicted(world)
+        """Return the union of `world` ranks: measured if there are so many, else predicted, within :meth:`bounds`."""
+        if world <= self.ranks:
+            return self.measured(world)
+        # these hold without the model, which gives way to them where ranks avoid each other
+        low, high = self.bounds(world)
+        return min(max(self.predicted(world), low), high)
 
 
 def fit_union(counts: NDArray[np.int64]) -> UnionGrowth:

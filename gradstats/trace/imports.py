@@ -40,7 +40,8 @@ def import_dumps(
     Raises
     ------
     InputError
-        If a dump cannot be read, has other layers, or comes before a step that is there.
+        If a dump cannot be read, has other layers, comes before a step that is there, or is of a rank beyond those that
+        the trace was begun with.
     TraceError
         If `out` is something else than such a trace, or cannot be written.
     """
@@ -60,6 +61,11 @@ def import_dumps(
         )
     if trace.layers != source.layers:
         raise InputError(f"{out} has other layers than {source.name}: choose another name")
+    if ranks[-1] >= trace.world_size:
+        raise InputError(
+            f"{out} was begun with {trace.world_size} {'rank' if trace.world_size == 1 else 'ranks'}, and "
+            f"{source.name} has rank {ranks[-1]}: import all ranks at once, under another name"
+        )
     written = 0
     for rank in ranks:
         steps = [step for r, _, step in keys if r == rank]

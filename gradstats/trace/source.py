@@ -300,12 +300,8 @@ def _reread(path: str, token: str) -> ArraySource:
 
 def _flatten(arrays: list[Array], numel: int) -> Array:
     if len(arrays) == 1:
-        first = arrays[0]
-        mapped = isinstance(getattr(first, "base", None), np.memmap)
-        if isinstance(first, np.ndarray) and mapped and first.flags.f_contiguous:
-            # in the order of the file, in which no element is copied; whose place an element has, nothing depends on
-            return first.reshape(-1, order="F")
-        return first.reshape(-1)
+        # in logical order whatever the order in memory or in the file: what is compared is compared by place
+        return arrays[0].reshape(-1)
     # float16, bfloat16 and float32 fit into float32; one float64 layer makes all of it float64
     double = any("float64" in str(a.dtype) for a in arrays)
     flat = np.empty(numel, np.float64 if double else np.float32)

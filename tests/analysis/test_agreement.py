@@ -84,6 +84,20 @@ def test_numbers_are_those_of_naive_loops(trace):
         assert (record["union_low"], record["union_high"]) == pytest.approx((low / k, high / k))
 
 
+def test_overlap_is_of_what_a_rank_has(tmp_path):
+    """Ranks with fewer elements than k select fewer: 30, 30 and 10, the first two alike, the third in both."""
+    values = np.zeros((3, NUMEL), np.float32)
+    values[:, 100:110] = 1
+    values[:2, 110:130] = [[2], [3]]
+    path = write(tmp_path / "run.zarr", 3, 1, lambda step, rank: values[rank])
+    found = gradstats.agreement(path, ratio=0.1, kinds=["gradient"], workers=3)
+    (record,) = (r for r in found if r["step"] == 0)
+    assert record["k"] == 320
+    # of the first: all in the second, a third in the third; of the third: all in both
+    assert record["overlap"] == pytest.approx(np.mean([(1 + 1 / 3) / 2, (1 + 1 / 3) / 2, 1]))
+    assert record["union"] == pytest.approx(30 / 320)
+
+
 def test_the_union_is_the_beta_binomials():
     for world, rho in itertools.product((1, 2, 8, 100), (1e-9, 0.01, 0.5, 0.99)):
         growth = UnionGrowth(1000, np.array([900, 80, 20]), rho)
@@ -174,6 +188,9 @@ def test_an_interval_without_an_upper_end_and_none():
     assert not reason
     holes = np.where(np.arange(80) % 2 == 0, math.nan, np.repeat(top, 2))
     assert ratio_interval(holes, np.repeat(none + 2, 2)) == ratio_interval(top, none + 2)
+    # of nothing there is no share, and may be any of what may be nothing
+    assert ratio_interval(0 * top, none + 2) == (0, 0, "")
+    assert ratio_interval(0 * top, none) == (0, math.inf, "")
     assert ratio_interval(top[:19], none[:19])[2] == "fewer than 20 steps"
     assert ratio_interval(top[:0], none[:0])[2] == "fewer than 20 steps"
 

@@ -428,6 +428,10 @@ def test_a_choice_of_threshold():
     assert "chosen" in shown
     assert "random splits choose" in done.stderr
     assert f"ξ = {c:.3f} ({low:.3f} to {high:.3f}) by the {n} excesses" in done.stderr
+    for option in ("--layers",), ("--layer", "fc*"):
+        refused = run(*command, *option)
+        assert refused.returncode == 2
+        assert "leave out --choose, or --layers and --layer" in refused.stderr
     assert "Too wide" not in shown
 
 

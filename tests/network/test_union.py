@@ -10,6 +10,7 @@ from support.networks import gradients, top, written
 
 from gradstats.errors import InputError
 from gradstats.network import UnionGrowth, union_growth
+from gradstats.statistics.union import fit_union
 from gradstats.trace import Layer, TraceWriter, create_trace, open_trace
 
 
@@ -55,6 +56,14 @@ def test_bounds_follow_the_last_slope_and_end_at_the_gradient():
             ask(ranks)
     assert UnionGrowth(100, np.array([80, 20]), 0.1).bounds(3) == (20, 60)
     assert UnionGrowth(100, np.array([85, 10, 5]), 0.1).bounds(4) == (15, 25)
+
+
+def test_a_union_of_ranks_that_avoid_each_other_does_not_fall_as_ranks_are_added():
+    """Two ranks select disjoint parts, 400 of 1000 each: the model alone says 784 of three."""
+    growth = fit_union(np.array([200, 800, 0]))
+    assert growth.predicted(3) < 800
+    assert [growth(n) for n in (1, 2, 3)] == [400, 800, 800]
+    assert 800 < growth(4) == growth.predicted(4) < 1000 == growth.bounds(4)[1]
 
 
 def test_unions_need_several_ranks_with_a_common_step(tmp_path):

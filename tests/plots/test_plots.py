@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import math
 import re
 import sys
 
@@ -721,6 +722,20 @@ def test_intervals_of_speedups_are_bars_beside_each_other(ax):
         places += [s[0, 0] for s in segments]
     assert len(set(places)) == 15  # none covers another
     assert not any(isinstance(c, PolyCollection) for c in ax.collections)
+
+
+def test_speedups_that_are_not_known_take_no_line(ax):
+    speedups = [5.0, math.nan, *(5 - 0.1 * i for i in range(1, 9)), math.nan, 50.0]
+    rows = [
+        {"compressor": "topk", "ratio": (i + 1) / 100, "workers": 4, "rate": 10.0}
+        | dict.fromkeys(("speedup", "speedup_low", "speedup_high"), s)
+        for i, s in enumerate(speedups)
+    ]
+    plots.speedup(rows, ax)
+    shown = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert shown == [f"topk, {(i + 1) / 100:g}" for i in (11, 0, 2, 3, 4, 5, 6, 7)]
+    with pytest.raises(InputError, match="no records of plan with a speed-up"):
+        plots.speedup([rows[1], rows[10]], ax)
 
 
 def test_speedups_of_few_records(ax):

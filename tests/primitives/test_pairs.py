@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradstats.errors import InputError
 from gradstats.primitives.arrays import CHUNK
 from gradstats.primitives.pairs import gram, pair, sign_pairs
 
@@ -28,6 +29,18 @@ def test_gram_is_the_matrix_of_products():
     x[1][7], x[2][-1] = np.nan, np.inf
     kept = np.delete(np.array(x, np.float64), [7, SIZE - 1], axis=1)
     np.testing.assert_allclose(gram(x), kept @ kept.T, rtol=1e-12)
+
+
+def test_squares_that_vanish_are_refused():
+    x = sparse(0).astype(np.float64)
+    for scale in (1e-160, 1e-200):
+        with pytest.raises(InputError, match="leave the range of numbers"):
+            gram([x, x * scale])
+    assert gram([x, 0 * x])[1].tolist() == [0, 0]
+    assert gram([x * 1e-130])[0, 0] == pytest.approx(x @ x * 1e-260, rel=1e-12)
+    # of float32 none do
+    tiny = np.full(3, 1e-45, np.float32)
+    assert gram([tiny])[0, 0] == 3 * np.float64(tiny[0]) ** 2
 
 
 def test_counts_of_a_pair():

@@ -563,6 +563,10 @@ class TestTailQuantile:
         ]:
             with pytest.raises(InputError):
                 tail_quantile(x, **kwargs)
+        # all magnitudes are equal, or half of them the largest
+        for tied in np.ones(1000), np.repeat([1.0, -2.0], 500):
+            with pytest.raises(FitError, match="the largest magnitudes are tied, and none exceeds"):
+                tail_quantile(tied, 0.01)
 
     def test_ties_that_leave_too_few_beyond_the_threshold_are_counted(self):
         """0.7 % lie above a level that holds 10 %: the threshold of 5 % is beyond it."""

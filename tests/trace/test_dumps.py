@@ -199,6 +199,12 @@ def test_an_import_is_resumed_where_it_was_killed(tmp_path):
         == 1
     )
     assert open_trace(tmp_path / "one.zarr").steps() == [7, 9]
+    torch.save(step(7), tmp_path / "g7_rank2.pt")
+    third = dumps_of([tmp_path / "g7_rank2.pt"], pattern="g{step}_rank{rank}.pt")
+    with pytest.raises(
+        InputError, match="begun with 1 rank, and x has rank 2: import all ranks at"
+    ):
+        import_dumps(Dumps(third, "x"), tmp_path / "one.zarr")
     with pytest.raises(InputError, match="not an import of kind corrected"):
         import_dumps(Dumps(dumps_of([folder]), "x", "corrected"), tmp_path / "out.zarr")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gradstats import open_trace, threshold
+from gradstats import compare, open_trace, threshold
 from gradstats.errors import InputError, TraceError
 from gradstats.trace import Layer, TraceWriter, create_trace
 from gradstats.trace.sources import open_source
@@ -145,13 +145,22 @@ def test_advice_gives_the_gradient_that_was_meant():
         threshold(np.ones(4, complex), 0.5)
 
 
+def test_a_file_is_read_in_the_order_of_its_indices(tmp_path):
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    np.save(tmp_path / "f.npy", np.asfortranarray(x))
+    source = open_source(tmp_path / "f.npy")
+    assert np.array_equal(source.read(0, "gradient", 0).values, x.ravel())
+    assert np.array_equal(source.elements(0, "gradient", 0, 5, 9), [5, 6, 7, 8])
+    assert "no difference" in str(compare(x, tmp_path / "f.npy").verdict)
+
+
 def test_files_take_the_memory_that_is_promised(tmp_path):
     import tracemalloc
 
     from gradstats import quality
 
     x = np.random.default_rng(0).laplace(size=(16384, 1024)).astype(np.float32)
-    np.save(tmp_path / "f.npy", np.asfortranarray(x))
+    np.save(tmp_path / "f.npy", x)
     save_file({c: torch.from_numpy(x).bfloat16() for c in "ab"}, tmp_path / "b.safetensors")
     quality(x[:64], [0.01], ["exact"])  # what is imported late is imported now
     tracemalloc.start()

@@ -231,10 +231,6 @@ class Stability:
     p_exponential: float = NAN
 
 
-_TIED = "nothing to fit: the largest magnitudes are tied, and none exceeds the threshold"
-"""Status of a threshold at which the largest magnitudes lie."""
-
-
 class Pot(list[Stability], Shown):
     """Fits over a series of thresholds: a list that shows itself as a table.
 
@@ -351,7 +347,7 @@ def stability_of(
     """
     over = m.excesses(threshold)
     if m.count and not over.count:
-        return Stability(ratio, threshold, 0, status=_TIED)
+        return Stability(ratio, threshold, 0, status=Reason.TIED)
     if 0 < over.count < fewest:
         return Stability(ratio, threshold, over.count, status=f"fewer than {fewest} exceedances")
     try:

@@ -26,6 +26,7 @@ from gradstats.statistics.pot.peaks import (
     threshold_of,
 )
 from gradstats.statistics.pot.profile import likelihood_region
+from gradstats.statistics.solution import FitError, Reason
 
 __all__ = ["TailQuantile", "tail_quantile"]
 
@@ -133,6 +134,8 @@ def tail_quantile(
     piled = levels_beyond(m, k) or m
     threshold = threshold_of(piled, k)
     over = piled.excesses(threshold)
+    if not over.count:
+        raise FitError(Reason.TIED)
     fitted = fit(over, MODEL, method)
     c, scale, share = fitted.params["c"], fitted.params["scale"], over.count / numel
     flags = list(map(str, fitted.flags + disagreement(over, fitted, threshold)))
