@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -31,6 +32,9 @@ if (
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where this is set, each of the hundreds of processes that tests start would compile what it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# An example that takes long tells of other processes, not of what is tested.
+hypothesis.settings.register_profile("gradstats", deadline=None)
+hypothesis.settings.load_profile("gradstats")
 # Triton's kernels run in its interpreter, on CPU tensors: it is chosen when Triton is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 

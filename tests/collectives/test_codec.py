@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.every import every
 
@@ -59,7 +59,6 @@ def test_what_is_sent_and_what_is_left_add_up_bit_for_bit(name, kind, n):
     assert torch.equal(codec.rounded(sent.float()), sent)  # the way to the wire rounds again
 
 
-@settings(deadline=None)
 @given(st.lists(floats, max_size=20), st.sampled_from(VALUES))
 def test_any_floats_are_conserved(numbers, name):
     codec, values = Codec(values=name), torch.tensor(numbers, dtype=torch.float32)

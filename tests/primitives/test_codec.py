@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.every import every
 
@@ -70,7 +70,6 @@ def tensor(array):
     return torch.from_numpy(np.array(array))
 
 
-@settings(deadline=None)
 @given(positions, st.integers(0, 3))
 def test_positions_come_back_bit_for_bit(chosen, behind):
     numel = chosen[-1] + 1 if chosen else 1
@@ -137,7 +136,6 @@ def test_a_position_behind_the_last_is_refused(chosen):
         decode(words, len(chosen), chosen[-1])
 
 
-@settings(deadline=None)
 @given(positions.filter(len))
 def test_a_stream_that_is_cut_anywhere_is_refused(chosen):
     words = encode(chosen)
@@ -146,7 +144,6 @@ def test_a_stream_that_is_cut_anywhere_is_refused(chosen):
             decode(words[:end], len(chosen), LAST + 1)
 
 
-@settings(deadline=None)
 @given(
     st.binary(max_size=60),
     st.one_of(st.integers(-2, 200), st.integers(0, 2**62)),
@@ -172,7 +169,6 @@ def test_streams_longer_than_a_piece_come_back(monkeypatch):
     assert used == encode(chosen).size
 
 
-@settings(deadline=None)
 @given(positions.filter(len), st.data())
 def test_a_flipped_bit_or_a_lost_end_is_refused_or_gives_positions(chosen, data):
     words, numel = encode(chosen), chosen[-1] + 1

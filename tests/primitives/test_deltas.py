@@ -50,7 +50,7 @@ def test_every_codec_gives_the_later_weights_to_the_bit(share, n, dtype):
     assert sizes["gaps"] <= 8 + changed + n / 127 + new
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(*[st.integers(0, 2**16 - 1)] * 2), max_size=60), st.sampled_from([*CODECS])
 )

@@ -151,7 +151,7 @@ def test_rounding_at_random_has_the_right_mean_and_stays_between_neighbours(name
         assert torch.equal(form.rounded(nearest.float(), generator), nearest.float())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70),
     st.sampled_from(list(FORMATS)),

@@ -391,7 +391,7 @@ def test_thresholds_must_be_magnitudes(threshold):
 finite = st.floats(-1e6, 1e6, width=32, allow_subnormal=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(arrays(np.float32, st.integers(0, 300), elements=finite), st.integers(1, 40))
 def test_merging_halves_gives_the_whole(x, cut):
     whole, a, b = moments(x), moments(x[:cut]), moments(x[cut:])
@@ -400,7 +400,7 @@ def test_merging_halves_gives_the_whole(x, cut):
     assert whole.max == max(a.max, b.max)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(arrays(np.float32, st.integers(1, 300), elements=finite), st.integers(1, 300))
 def test_the_kth_largest_selects_k(x, k):
     k = min(k, x.size)

@@ -198,7 +198,7 @@ def test_a_sample_fills_its_cells():
     assert np.quantile(inside, [0.25, 0.5, 0.75]) == pytest.approx([1.25, 1.5, 1.75], abs=0.05)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
 def test_single_magnitudes_lose_nothing(values, seed):
     x = np.array(values) * np.random.default_rng(seed).choice([-1, 1], len(values))
