@@ -337,8 +337,9 @@ def _apart(vectors: Sequence[_Vector], products: NDArray[np.float64], i: int, j:
     if apart > _CANCELLED * products[i, i]:
         return apart
     difference = np.subtract(vectors[j], vectors[i], dtype=np.float64)
-    # an element that is not finite anywhere is left out here, too
-    return float(gram([difference, *vectors])[0, 0])
+    # an element that is not finite anywhere is left out here, too; what is left may be too small for gram()
+    difference = difference[np.logical_and.reduce([np.isfinite(v) for v in vectors])]
+    return float(difference @ difference)
 
 
 def explain(

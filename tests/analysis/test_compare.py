@@ -498,6 +498,17 @@ def test_a_flat_file_against_a_step_of_a_trace(left, tmp_path):
         gradstats.compare(left, tmp_path / "g.npy")
 
 
+def test_differences_whose_squares_vanish_are_none_and_gradients_are_refused():
+    x = np.random.default_rng(0).standard_normal(100)
+    x[:3] = 1e-200
+    y = x.copy()
+    y[:3] = 2e-200
+    (record,) = gradstats.compare(x, y)
+    assert (record["error"], record["cause"]) == (0, "")
+    with pytest.raises(InputError, match="squares of these magnitudes leave the range of numbers"):
+        gradstats.compare(x * 1e-200, x * 2e-200)
+
+
 def test_what_cannot_be_compared_is_one_line(left, tmp_path):
     x = np.ones(5, np.float32)
     with pytest.raises(InputError, match="no parameter in common"):
