@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import DATA
@@ -13,38 +12,59 @@ from gradstats import console
 
 @pytest.fixture
 def said(monkeypatch, capsys):
-    monkeypatch.setattr(console, "SOON_S", 0.2)
-    monkeypatch.setattr(console, "LATEST_S", 0.5)
+    """Work through so many steps of so many seconds each, by a clock of its own, and return what is said."""
+    timers, now = [], 0.0
+
+    class Timer:
+        def __init__(self, seconds, function, arguments):
+            self.at, self.call = now + seconds, lambda: function(*arguments)
+
+        def start(self):
+            timers.append(self)
+
+        def cancel(self):
+            if self in timers:
+                timers.remove(self)
+
+    def go_on(seconds):
+        nonlocal now
+        now += seconds
+        for timer in [each for each in timers if each.at <= now]:
+            timers.remove(timer)
+            timer.call()
+
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(console, "threading", SimpleNamespace(Timer=Timer))
     monkeypatch.setattr(console.messages(), "quiet", False)
 
     def work(steps, seconds):
         with console.progress_bar() as bar:
             task = bar.add_task("fitting", total=steps)
             for _ in range(steps or 1):
-                time.sleep(seconds)
+                go_on(seconds)
                 bar.advance(task)
+        assert not timers
         return capsys.readouterr().err
 
     return work
 
 
 def test_the_time_left_is_said_when_a_tenth_is_done(said):
-    line = said(20, 0.05)
-    done, after, left = map(int, re.findall(r"\d+(?= of| s)", line))
-    assert re.fullmatch(r"fitting: \d+ of 20 after \d+ s, about \d+ s left\n", line)
-    assert 2 <= done < 20
-    assert after <= 1 >= left
+    # at five seconds, and not before
+    assert said(20, 2) == "fitting: 2 of 20 after 6 s, about 54 s left\n"
+    # a tenth comes later
+    assert said(40, 3) == "fitting: 4 of 40 after 12 s, about 108 s left\n"
 
 
 def test_work_without_parts_says_that_it_goes_on(said):
-    assert re.fullmatch(r"fitting: 0 of 1 after \d s\n", said(1, 0.8))
-    assert said(None, 0.8).startswith("fitting: under way after")
+    assert said(1, 70) == "fitting: 0 of 1 after 70 s\n"
+    assert said(None, 70) == "fitting: under way after 70 s\n"
 
 
 def test_quick_or_quiet_work_says_nothing(said, monkeypatch):
-    assert said(3, 0.01) == ""
+    assert said(3, 1.6) == ""
     monkeypatch.setattr(console.messages(), "quiet", True)
-    assert said(20, 0.05) == ""
+    assert said(20, 5) == ""
 
 
 @pytest.mark.slow
