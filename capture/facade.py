@@ -135,8 +135,9 @@ class Capture(Facts):
         On every rank, if the trace cannot be created, or a rank does not find it (machines without a shared disk), or
         it would replace one that is written into.
     InputError
-        If some ranks make no Capture, which a warning says after five seconds; if no parameter matches `parameters`, an
-        option has a wrong value, or a communication hook is registered on the DDP model already.
+        If some ranks make no Capture, which a warning says after five seconds; if no parameter matches `parameters`,
+        there is no such rank as one of `ranks`, an option has a wrong value, or a communication hook is registered on
+        the DDP model already.
 
     Notes
     -----
@@ -217,7 +218,12 @@ class Capture(Facts):
         # numbers are those within the captured group, here and in the trace
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if distributed else 0
+        world_size = dist.get_world_size(process_group) if distributed else 1
         ranks = None if ranks is None else set(ranks)
+        if ranks and (beyond := ranks - set(range(world_size))):
+            raise InputError(
+                f"ranks: there is no rank {min(beyond)} among {world_size}, which are counted from 0"
+            )
         active = ranks is None or self.rank in ranks
         self._sharding: Sharding | None = None
         retention = as_retention(keep)
@@ -229,7 +235,9 @@ class Capture(Facts):
                 )
             self._sharding = Sharding(self._layout, process_group, ranks)
             # of a sharded model a rank also writes its part of a gradient that another rank stands for
-            active = bool(self._sharding.kinds(self._kinds or usual_kinds(self._sharding.hook)))
+            asked = self._kinds or usual_kinds(self._sharding.hook)
+            active = bool(self._sharding.kinds(asked))
+            self._sharding.warn_of_unwritten(asked)
         elif "local" in (self._kinds or ()):
             raise InputError(
                 "kind 'local' is of models sharded by fully_shard(); under DDP wrap a hook, and 'gradient' is each "
@@ -253,7 +261,6 @@ class Capture(Facts):
             # the function must not hold the capture, which could then never be collected
             watch = self._watch
             self._recorder.updates = Updates(optimizers, layers, places, lambda: watch.fired)
-        world_size = dist.get_world_size(process_group) if distributed else 1
         if restarted() and not overwrite:
             overwrite = "number"
 

@@ -16,7 +16,7 @@ from capture.states import usual_kinds
 from capture.taps.layout import Layout
 from capture.taps.plain import TAKEN, PlainTap
 from capture.taps.watch import BackwardWatch
-from gradstats.errors import InputError
+from gradstats.errors import InputError, several, warn
 from gradstats.hooks import CompressionState, ShardHook
 from gradstats.hooks.fsdp_private import all_reduce_hook, other_micro_steps, reduce_scatter
 from gradstats.hooks.gradient import Pair
@@ -126,6 +126,23 @@ class Sharding:
         whole = self._wanted is None or self._rank in self._wanted
         part = self._writes and (self._wanted is None or self.ranks[0] in self._wanted)
         return tuple(kind for kind in kinds if (whole if kind in WHOLE else part))
+
+    def warn_of_unwritten(self, kinds: Sequence[Kind]) -> None:
+        """Warn where no rank writes some kinds.
+
+        Parameters
+        ----------
+        kinds : sequence of Kind
+            Kinds to capture.
+        """
+        lost = [kind for kind in kinds if kind not in WHOLE]
+        # of replicas that are captured apart one may be left out on purpose, whole
+        some = (self._wanted or set()) & set(self.ranks)
+        if lost and some and self._writes and self.ranks[0] not in some:
+            warn(
+                f"kind {several(lost)} of a sharded model is captured under rank {self.ranks[0]}, which ranks= leaves "
+                "out: nothing of it is captured"
+            )
 
     def part(self, contents: Contents) -> Contents:
         """Return what of a model's gradients this rank writes.

@@ -439,6 +439,17 @@ class RunConfig:
         for name in ("steps", "batch_size"):
             if self.setting(name) < 1:
                 raise InputError(f"{name} must be at least 1, not {self.setting(name)}")
+        if beyond := set(self.ranks or ()) - set(range(self.nproc)):
+            raise InputError(
+                f"there is no rank {min(beyond)} among {self.nproc}, which are counted from 0"
+            )
+        if self.at and max(self.at) >= self.setting("steps"):
+            raise InputError(
+                f"there is no step {max(self.at)} among {self.setting('steps')}, counted from 0"
+            )
+        for name in ("hidden", "vocab"):
+            if getattr(self, name) is not None and not getattr(info, name):
+                raise InputError(f"{self.workload} has no {name}: leave it out")
         # 0 in the workload means that it has no such setting
         if any(getattr(info, name) and self.setting(name) < 2 for name in ("hidden", "vocab")):
             raise InputError("hidden and vocab must be at least 2")

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 RANKS = 96
-"""Magnitudes of every gradient that travel: those at ranks n^(i/95), i from 0 to 95, of n that are not zero."""
+"""Magnitudes of every gradient that travel: those at ranks n^(i/95), rounded, i = 0 … 95, of n that are not zero."""
 
 RATIOS = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
 """Kept fractions at which rules are counted by default: the stops of the slider."""
@@ -313,8 +313,8 @@ def _at_ranks(m: Magnitudes) -> NDArray[np.float64]:
     """Return the magnitudes at the ranks that travel; zeros where there is none."""
     if not m.count:
         return np.zeros(RANKS)
-    # rounding may put the last rank above the number of magnitudes
-    ranks = np.minimum(m.count ** (np.arange(RANKS) / (RANKS - 1)), m.count)
+    # whole, and a half rounded up as in js/src/data.js: between two elements there is no magnitude
+    ranks = np.floor(m.count ** (np.arange(RANKS) / (RANKS - 1)) + 0.5)
     return np.array([m.upper_quantile(float(rank)) for rank in ranks])
 
 

@@ -126,7 +126,10 @@ class Dumps(Source):
         dump = self._dumps[key]
         self._last = None, None  # one at a time
         held = dump.read()
-        source = ArraySource(held.arrays, self.name, remark=held.remark)
+        try:
+            source = ArraySource(held.arrays, self.name, remark=held.remark)
+        except InputError as error:
+            raise InputError(f"{dump.path}: {error}") from None
         # not of the first dump: the layers are taken from it
         if hasattr(self, "layers") and source.layers != self.layers:
             # names and shapes without offsets: where only the order differs, nothing is left over

@@ -250,7 +250,7 @@ class ArraySource(Source):
         # tells this source from a later one of the same file in a worker's cache
         self._token = uuid.uuid4().hex
         self.layers, offset = [], 0
-        checked = {n: check(a) for n, a in layers.items()}
+        checked = {n: _check_of(n, a, one=len(layers) == 1) for n, a in layers.items()}
         for layer, array in checked.items():
             self.layers.append(Layer(layer, offset, tuple(array.shape)))
             offset += numel_of(array)
@@ -289,6 +289,14 @@ class ArraySource(Source):
     ) -> Array:  # numpydoc ignore=PR01
         """Return a view of some elements."""
         return self._values[start:stop]
+
+
+def _check_of(name: str, array: Array, *, one: bool) -> Array:
+    """Check an array; of several an error says which one is wrong."""
+    try:
+        return check(array)
+    except InputError as error:
+        raise InputError(str(error) if one else f"{name}: {error}") from None
 
 
 # few, so that a worker does not keep the gradients of past analyses

@@ -107,6 +107,12 @@ def test_a_pattern_that_matches_nothing_beside_one_that_does_is_said(tmp_path):
     assert [la.name for la in open_trace(tmp_path / "a.zarr").layers] == ["2.weight", "2.bias"]
 
 
+def test_ranks_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(InputError, match="ranks: there is no rank 7 among 1, which are counted"):
+        Capture(tmp_path / "a.zarr", cases.model(), ranks=[0, 7])
+    assert not (tmp_path / "a.zarr").exists()
+
+
 def test_corrected_is_of_a_hook(tmp_path):
     model = cases.model()
     with Capture(tmp_path / "a.zarr", model, kinds=["gradient", "corrected"]) as capture:

@@ -217,6 +217,11 @@ def test_what_cannot_be_captured_is_refused(tmp_path):
                  "apart replicas, None": 4, "apart replicas, [0]": 2}  # fmt: skip
         for name, count in rooms.items():
             assert said[f"room of {name}"] == ("None" if rank else str(count)), name
+        # of the replica that writes; each rank has its own part of 'local'
+        assert said["unwritten"] == [
+            "kind gradient of a sharded model is captured under rank 0, which ranks= leaves out: nothing of it is "
+            "captured"
+        ] * (rank < 2)
         assert "call fully_shard() on it first" in said["plain"]
         assert 'mesh=mesh["shard"]' in said["both dimensions"]
         assert "write lambda" in said["not a factory"]

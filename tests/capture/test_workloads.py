@@ -357,6 +357,10 @@ def test_learning_rates():
                 ({"clip": 1.0, "clip_kind": "averaged"}, "clips each rank's gradient"),
             )
         ),
+        ({"ranks": (0, 2)}, "no rank 2 among 2, which are counted from 0"),
+        ({"at": (0, 7), "steps": 7}, "no step 7 among 7, counted from 0"),
+        ({"hidden": 12}, "resnet20-digits has no hidden: leave it out"),
+        ({"vocab": 12}, "resnet20-digits has no vocab: leave it out"),
         ({"kinds": ("updates",)}, "did you mean update"),
         ({"kinds": ("update",), "local_steps": 4}, "take pseudogradient"),
         ({"kinds": ("pseudogradient",)}, "give local_steps too"),

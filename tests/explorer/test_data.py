@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
+import subprocess
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,13 +77,67 @@ def test_magnitudes_are_those_of_the_gradient_at_ranks_evenly_spread_on_a_log_ax
     logs = unpacked(travelled["series"][0]["arrays"]["magnitudes"])
     for i, j, layer, values in each(resnet):
         magnitudes = np.sort(np.abs(values))[::-1]
-        ranks = np.minimum(values.size ** (np.arange(RANKS) / (RANKS - 1)), values.size)
-        low = np.log2(magnitudes[np.minimum(np.ceil(ranks), values.size).astype(int) - 1])
-        high = np.log2(magnitudes[np.floor(ranks).astype(int) - 1])
+        ranks = np.floor(values.size ** (np.arange(RANKS) / (RANKS - 1)) + 0.5).astype(int)
+        assert (ranks[0], ranks[-1]) == (1, values.size)
         # half a unit of what is stored, and a cell of the sketch, of the 0.1 % that 10 bits have
         slack = 0.5 / 200 + (np.log2(1 + 2**-10) if layer == "all" else 1e-6)
-        assert (logs[i, j] >= low - slack).all(), layer
-        assert (logs[i, j] <= high + slack).all(), layer
+        np.testing.assert_allclose(
+            logs[i, j], np.log2(magnitudes[ranks - 1]), rtol=0, atol=slack, err_msg=layer
+        )
+
+
+READER = """
+const { load } = await import(process.argv[1]);
+const about = await load(require("fs").readFileSync(0, "utf8"));
+const [series] = about.series;
+const all = series.layers.map((_, layer) => {
+  const { count } = series.facts(0, layer);
+  const ranks = [...Array(Math.min(count, 20000)).keys()].map((i) => i + 1);
+  return { ranks: ranks.map((k) => series.logSize(0, layer, k)), curve: series.curve(0, layer) };
+});
+process.stdout.write(JSON.stringify(all));
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")
+def test_the_page_reads_the_magnitude_of_a_rank(resnet, tmp_path):
+    source = tmp_path / "data.mjs"
+    shutil.copy(Path(gradstats.explorer.__file__).parent / "js" / "src" / "data.js", source)
+    done = subprocess.run(
+        ["node", "--input-type=commonjs", "--eval", f"(async () => {{{READER}}})()", source],
+        input=payload([resnet], RATIOS),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    exact = 0
+    for i, j, layer, values in each(resnet):
+        if i:
+            continue
+        magnitudes = np.log2(np.sort(np.abs(values))[::-1])
+        slack = 0.5 / 200 + (np.log2(1 + 2**-10) if layer == "all" else 1e-6)
+        curve = found[j]["curve"]
+        ranks = [point["rank"] for point in curve]
+        assert ranks == sorted(set(ranks)), layer
+        assert (ranks[0], ranks[-1]) == (1, values.size)
+        np.testing.assert_allclose(
+            np.log2([point["size"] for point in curve]),
+            magnitudes[np.array(ranks) - 1],
+            rtol=0,
+            atol=slack,
+            err_msg=layer,
+        )
+        # at every rank, between those of the ranks that travel around it
+        sizes = np.array(found[j]["ranks"])
+        places = np.arange(1, sizes.size + 1)
+        here = np.searchsorted(ranks, places)
+        above = np.array(ranks)[np.maximum(here - (np.array(ranks)[here] > places), 0)]
+        below = np.array(ranks)[here]
+        assert (sizes <= magnitudes[above - 1] + slack).all(), layer
+        assert (sizes >= magnitudes[below - 1] - slack).all(), layer
+        exact += int((above == below).sum())
+    assert exact > 200
 
 
 def test_norms_zeros_and_the_loss_are_those_of_the_trace(resnet, travelled):

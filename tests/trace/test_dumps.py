@@ -158,6 +158,9 @@ def test_other_layers_and_other_traces_are_refused(tmp_path):
         imported(tmp_path, tmp_path)
     with pytest.raises(InputError, match="no such file"):
         dumps_of([tmp_path / "absent"])
+    torch.save(step(0) | {"emb": torch.eye(3).to_sparse()}, tmp_path / "s0.pt")
+    with pytest.raises(InputError, match=r"s0\.pt: emb: a gradient must be dense"):
+        imported(tmp_path, tmp_path / "s0.pt")
     with pytest.raises(InputError, match="a trace already"):
         dumps_of([tmp_path / "out.zarr"])
 

@@ -319,6 +319,10 @@ def refusals(rank, world, path):
             with Capture(path, model, ranks=ranks, overwrite=True) as capture:
                 room = capture._recorder.room
             said[f"room of {name} replicas, {ranks}"] = str(room and room.ranks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Capture(path, both, ranks=[1], kinds=["gradient", "local"], overwrite=True).close()
+    said["unwritten"] = [str(w.message) for w in caught if "leaves out" in str(w.message)]
     late = shard(network(), mesh["shard"])
     late(batch(0, rank, late))  # parameters of the root unit stay gathered until the backward pass
     attempt("gathered", lambda: Capture(path, late, overwrite=True))

@@ -82,9 +82,11 @@ class Series {
     };
   }
 
-  /** Rank of the i-th magnitude that travels, of n. */
+  /** Rank of the i-th magnitude that travels, of n; between two, on a straight line of the logarithm. */
   rankAt(i, n) {
-    return n ** (i / (this.about.ranks - 1));
+    const whole = (j) => Math.round(n ** (j / (this.about.ranks - 1)));
+    const low = Math.floor(i);
+    return i === low ? whole(i) : whole(low) * (whole(low + 1) / whole(low)) ** (i - low);
   }
 
   /** The magnitudes of a gradient at their ranks, largest first: [{rank, share, size}]. */
@@ -94,6 +96,7 @@ class Series {
     const points = [];
     for (let i = 0; count && i < this.about.ranks; i++) {
       const rank = this.rankAt(i, count);
+      if (rank === points.at(-1)?.rank) continue; // small ranks are closer than whole ones
       points.push({ rank, share: rank / finite, size: 2 ** this.arrays.magnitudes[first + i] });
     }
     return points;
@@ -105,10 +108,14 @@ class Series {
     if (!(rank >= 0.5 && rank <= count)) return NaN;
     const first = this.cell(step, layer) * this.about.ranks;
     const last = this.about.ranks - 1;
-    const place = count > 1 ? Math.max((last * Math.log(rank)) / Math.log(count), 0) : 0;
-    const i = Math.min(Math.floor(place), last - 1);
+    let i = count > 1 ? Math.min(Math.floor(Math.max((last * Math.log(rank)) / Math.log(count), 0)), last - 1) : 0;
+    // ranks are rounded, so the one before may be beyond, or the next not
+    while (i > 0 && this.rankAt(i, count) > rank) i--;
+    while (i < last - 1 && this.rankAt(i + 1, count) < rank) i++;
+    const [low, high] = [this.rankAt(i, count), this.rankAt(i + 1, count)];
+    const part = high > low ? Math.max(Math.log(rank / low) / Math.log(high / low), 0) : 0;
     const m = this.arrays.magnitudes;
-    return m[first + i] + (place - i) * (m[first + i + 1] - m[first + i]);
+    return m[first + i] + part * (m[first + i + 1] - m[first + i]);
   }
 
   /** log₂ k̂/k of a rule, as counted; −∞ where nothing was kept, NaN where it was not counted. */
