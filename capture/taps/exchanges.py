@@ -134,7 +134,7 @@ class ExchangeTap(Tap):
         self._absent(apart, "the local steps do not exchange them")
         self._absent(
             before,
-            "the capture began within an interval, after that fragment's exchange; later steps have it",
+            "the capture began within an interval, after the exchange of this part; later steps have it",
         )
 
     def contents(self) -> Contents:

@@ -447,10 +447,10 @@ class RunConfig:
             raise InputError(
                 f"there is no step {max(self.at)} among {self.setting('steps')}, counted from 0"
             )
+        # 0 in the workload means that it has no such setting
         for name in ("hidden", "vocab"):
             if getattr(self, name) is not None and not getattr(info, name):
                 raise InputError(f"{self.workload} has no {name}: leave it out")
-        # 0 in the workload means that it has no such setting
         if any(getattr(info, name) and self.setting(name) < 2 for name in ("hidden", "vocab")):
             raise InputError("hidden and vocab must be at least 2")
         if self.size is not None and (not info.size or self.size not in get_args(Size)):

@@ -296,7 +296,9 @@ def _check_of(name: str, array: Array, *, one: bool) -> Array:
     try:
         return check(array)
     except InputError as error:
-        raise InputError(str(error) if one else f"{name}: {error}") from None
+        if one:
+            raise
+        raise InputError(f"{name}: {error}") from None
 
 
 # few, so that a worker does not keep the gradients of past analyses
