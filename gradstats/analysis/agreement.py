@@ -23,6 +23,7 @@ from gradstats.statistics.resampling import mean_interval, ratio_interval
 from gradstats.statistics.union import fit_union
 from gradstats.tables import Records
 from gradstats.trace import Kind
+from gradstats.trace.format import WHOLE
 from gradstats.trace.sources import Source, Subset, TraceSource, layer_parts, open_source
 
 __all__ = ["agreement", "each_step"]
@@ -53,7 +54,9 @@ def agreement(
     workers : int, optional
         Number of workers to predict the union for; by default twice as many as were captured.
     batch : int, optional
-        Samples in a rank's batch; by default ``batch_size`` of the trace's metadata.
+        Samples in a rank's batch; by default ``batch_size`` of the trace's metadata. Of a sharded model the
+        gradients of ranks that hold its shards are averaged before they are compared: the noise scale counts the
+        samples of all of them.
     **over : Unpack[Spread]
         Gradients and layers to look at, as in :class:`gradstats.analysis.over.Spread`.
 
@@ -104,21 +107,31 @@ def agreement(
     # 0 where no world size is known: the ranks captured then count
     trained = opened.trace.world_size if isinstance(opened, TraceSource) else 0
     records, subset = Records(), subset_of(over)
-    held = Counter(kind for kind, _ in {(kind, step) for _, kind, step in subset.keys(opened)})
+    keys = subset.keys(opened)
+    held = Counter(kind for kind, _ in {(kind, step) for _, kind, step in keys})
+    rank_of = {kind: rank for rank, kind, _ in keys}
     steps = each_step(opened, subset, [k_ratio], predicted, over["client"])
     for kind, of_kind in itertools.groupby(steps, key=lambda one: one[0]):
+        samples = (batch or 1) * _sharing(opened, kind, rank_of[kind])
         several: dict[str, list[dict[str, Any]]] = {}
         for _, step, of_layers in of_kind:
             for layer, (comparison,) in of_layers.items():
                 labels = {"trace": opened.name, "step": step, "kind": kind, "layer": layer}
                 several.setdefault(layer, []).append(comparison)
-                records.append(_record(labels, [comparison], batch, trained))
+                records.append(_record(labels, [comparison], batch, samples, trained))
             over["on_progress"]()
         for layer, comparisons in several.items():
             labels = {"trace": opened.name, "step": None, "kind": kind, "layer": layer}
             incomplete = held[kind] - len(comparisons)
-            records.append(_record(labels, comparisons, batch, trained, incomplete))
+            records.append(_record(labels, comparisons, batch, samples, trained, incomplete))
     return records
+
+
+def _sharing(source: Source, kind: Kind, rank: int) -> int:
+    """Return how many ranks' gradients are averaged in one that is compared: those that hold its shards."""
+    if not isinstance(source, TraceSource) or kind in WHOLE:
+        return 1
+    return len(source.trace.shard_ranks(rank))
 
 
 def each_step(
@@ -282,12 +295,15 @@ def _record(
     labels: dict[str, Any],
     comparisons: Sequence[dict[str, Any]],
     batch: int | None,
+    samples: int,
     trained: int,
     incomplete: int = 0,
 ) -> dict[str, Any]:
-    """Return the record of one step or of several: means over them, and the noise scale's ratio of means."""
+    """Return the record of one step or of several: means over them, and the noise scale's ratio of means.
+
+    `samples` are those of a gradient that is compared, in the unit of the noise scale.
+    """
     noise, signal = (np.array([f[name] for f in comparisons]) for name in ("noise", "signal"))
-    unit = 1 if batch is None else batch
     scale, low, high, reason = math.nan, math.nan, math.nan, "one step"
     # NaN of a step in which a rank's gradient is of zeros, or is not finite
     telling = np.isfinite(noise) & np.isfinite(signal)
@@ -317,9 +333,9 @@ def _record(
     return {
         **labels,
         **means,
-        "noise_scale": unit * scale,
-        "low": unit * low,
-        "high": unit * high,
+        "noise_scale": samples * scale,
+        "low": samples * low,
+        "high": samples * high,
         **{name: comparisons[0][name] for name in ("ranks", "workers", "ratio", "k")},
         # a trace that knows no world size had at least the ranks that were captured
         "world": max(trained, comparisons[0]["ranks"]),

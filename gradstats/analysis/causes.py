@@ -352,7 +352,8 @@ def explain(
     measured : mapping of (int, Kind) to Measured
         Sums by step and kind, in order.
     worlds : sequence of int
-        World sizes of A and B, 0 where unknown.
+        World sizes of A and B, 0 where unknown; then those of groups inside, over which means are taken, too: the ranks
+        that hold one model's shards, and its replicas.
     tolerance : float
         Relative error up to which there is no difference.
 
@@ -527,6 +528,7 @@ def _named(
     if s < 0:
         times = "" if abs(s + 1) <= doubt else f"{-s:.4g} × "
         return f"sign: B = −{times}A"
+    worlds, groups = worlds[:2], worlds[2:]
     # a factor and its inverse have one name, so only factors above 1 are looked for
     large = max(s, 1 / s)
     whole = round(large)
@@ -536,6 +538,8 @@ def _named(
         ratio = max(worlds) / max(min(worlds), 1) if all(worlds) else 0
         if whole in {*worlds, ratio}:
             return f"world size: {text}, a sum over ranks instead of a mean"
+        if whole in groups:
+            return f"accumulation, or a sum over replicas or shards: {text}"
         # a power of two has a single bit
         if whole >= _LEAST_SCALE and whole & (whole - 1) == 0:
             return f"loss scale: {text}"

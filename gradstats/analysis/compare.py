@@ -146,6 +146,8 @@ def compare(
     measured = _measure(names, shapes, sides, decayed, over["client"], over["on_progress"])
     # 0 where a source does not record its world size
     worlds = [s.source.trace.world_size if isinstance(s.source, TraceSource) else 0 for s in sides]
+    for one in list(measured.values())[:1]:
+        worlds += [n for side in sides for n in _inside(side.source, one.ranks[0])]
     comparison = Comparison()
     comparison.unmatched = unmatched
     comparison.compared = sum(len(one.ranks) for one in measured.values())
@@ -183,6 +185,15 @@ def _plain_names(several: Sequence[Sequence[str]]) -> list[list[str]]:
             for parts in names:
                 del parts[0]
     return [[".".join(parts) for parts in names] for names in split]
+
+
+def _inside(source: Source, rank: int) -> list[int]:
+    """Return how many ranks hold the shards of one model, and how many such models were trained."""
+    if not isinstance(source, TraceSource):
+        return []
+    sharing = len(source.trace.shard_ranks(rank))
+    replicas = source.trace.world_size // sharing
+    return [sharing, replicas] if min(sharing, replicas) > 1 else []
 
 
 def _aligned(

@@ -76,6 +76,8 @@ def info(  # numpydoc ignore=PR01
         for s in sources:
             if isinstance(s, TraceSource):
                 typer.echo(_describe(s, everything) + "\n")
+        if not any(s.entries() for s in sources):
+            return  # the facts say so
     if format == "table" and not everything:
         records = [record for s in sources for record in info.info_summary(s)]
         counted = ("zeros", "nonfinite") if records and "zeros" in records[0] else ()

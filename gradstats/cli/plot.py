@@ -294,7 +294,6 @@ def _from_traces(path: Path, per_layer: bool) -> Records:
         trace = source.trace
         labels = {
             "compressor": trace.attrs.get("compressor", source.name),
-            "nproc": trace.world_size,
             "seed": trace.attrs.get("seed", 0),
         }
         by_rank: dict[int, Records] = {}
@@ -304,8 +303,11 @@ def _from_traces(path: Path, per_layer: bool) -> Records:
             columns = trace.scalars(rank)
             losses = dict(zip(columns["step"].tolist(), columns["loss"].tolist(), strict=True))
             rows = by_rank.get(rank, [])
+            # ranks that hold shards of one model select of different elements, and what they send is added up
+            sharing = len(trace.shard_ranks(rank))
             # bytes add up within a rank, over its captured steps
-            sent = accumulate(r.get("bytes", 0) / 1e6 for r in rows)
+            sent = accumulate(r.get("bytes", 0) / sharing / 1e6 for r in rows)
+            labels["nproc"] = trace.world_size // sharing
             records += [
                 row
                 | labels

@@ -320,6 +320,16 @@ def test_info_says_where_each_rank_with_fewer_steps_ended(tmp_path):
     ]
 
 
+def test_info_of_a_trace_without_steps_has_no_table(tmp_path):
+    path = tmp_path / "begun.zarr"
+    create_trace(path, LAYERS)
+    for options in [], ["--all"]:
+        said = run("info", path, *options).stdout
+        assert "captured 0 steps" in said
+        assert "──" not in said
+    assert records("info", path) == []
+
+
 @pytest.mark.slow
 def test_info_of_256_ranks_of_700_sharded_parameters_is_quick(tmp_path):
     """By hand, alone on the machine: 3 s of CPU, and 2 s where every rank has the whole gradient."""
