@@ -66,6 +66,20 @@ def write_shards(path, steps, *, rank, world, kinds=KINDS, dims=(0, 0), close=Tr
     return writer
 
 
+def write_replicas(path, steps, of=gradient, *, compression=False, **metadata):
+    """Write the gradients of two replicas of a model, each sharded over two of four ranks."""
+    create_trace(path, LAYERS, world_size=4, metadata=metadata)
+    for rank in range(4):
+        shards, first = shards_of(rank % 2, 2), rank - rank % 2
+        ranks = (first, first + 1)
+        writer = TraceWriter(path, rank, compression=compression, shards=shards, shard_ranks=ranks)
+        for step in steps:
+            told = said(step) | {"selected": step} if compression else {}
+            writer.append(step, {"gradient": held(of(step, rank // 2), shards)}, **told)
+        writer.close()
+    return path
+
+
 def said(step):
     """Return what a compressor says of a step; every third one is diagnosed."""
     columns = {"compression": {n: step + i / 4 for i, n in enumerate(COMPRESSION[:-1])}}

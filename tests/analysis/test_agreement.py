@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import betabinom
 from support.terminal import records, run
+from support.traces import write_replicas
 
 import gradstats
 from gradstats.analysis.verdicts import batch_sentence
@@ -123,6 +124,26 @@ def test_a_planted_noise_scale_is_found_in_samples(trace):
         r for r in gradstats.agreement(trace, batch=1, kinds=["gradient"]) if r["step"] is None
     ]
     assert other["noise_scale"] == pytest.approx(one["noise_scale"] / 32)
+
+
+@pytest.mark.parametrize(("batch", "samples"), [(8, 100), (None, 100 / 8)])
+def test_of_a_sharded_model_every_rank_s_samples_count(tmp_path, batch, samples):
+    """The gradient of a replica is the mean over its ranks: its batch is that of all of them."""
+
+    def replica(step, number):
+        rng = np.random.default_rng([5, step, number])
+        mean = np.random.default_rng(5).standard_normal(620)
+        # of 16 samples, whose noise is 100 times as large as the mean
+        noise = 10 * np.linalg.norm(mean) * rng.standard_normal(620) / 620**0.5
+        return (mean + noise / 4).astype(np.float32)
+
+    known = {} if batch is None else {"batch_size": batch}
+    path = write_replicas(tmp_path / "run.zarr", range(40), replica, **known)
+    one = gradstats.agreement(path)[-1]
+    assert one["noise_scale"] == pytest.approx(samples, rel=0.1)
+    assert one["low"] < samples < one["high"]
+    assert (one["ranks"], one["world"], one["batch"]) == (2, 4, batch)
+    assert f"that of all ranks, {4 * (batch or 1)}" in batch_sentence(one)
 
 
 def test_ties_are_not_agreement(tmp_path):

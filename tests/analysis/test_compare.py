@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.every import every
 from support.terminal import records, run
+from support.traces import gradient, write_replicas
 from torch import nn
 
 import gradstats
@@ -206,6 +207,18 @@ def test_a_quotient_of_world_sizes_is_theirs(left, tmp_path):
     runs = each(gradients(), lambda x: x * np.float32(1.5))
     found = gradstats.compare(left, write(tmp_path / "b.zarr", runs, world=3))
     assert {r["cause"] for r in found} == {"world size: B = 3/2 × A or its inverse"}
+
+
+def test_a_sum_over_replicas_is_no_sum_over_all_ranks(tmp_path):
+    one = write_replicas(tmp_path / "a.zarr", range(2))
+    for times, cause in (
+        (2, "accumulation, or a sum over replicas or shards: B = 2 × A"),
+        (3, "accumulation: B = 3 × A"),
+        (4, "world size: B = 4 × A, a sum over ranks instead of a mean"),
+    ):
+        other = tmp_path / f"{times}.zarr"
+        write_replicas(other, range(2), lambda s, r, n=times: n * gradient(s, r))
+        assert {r["cause"] for r in gradstats.compare(one, other)} == {cause}
 
 
 def test_what_is_left_of_the_step_before_is_momentum(left, tmp_path):

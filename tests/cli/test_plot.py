@@ -12,11 +12,11 @@ from conftest import DATA, ROOT
 from matplotlib.figure import Figure
 from support.every import every
 from support.terminal import run
-from support.traces import LAYERS, write
+from support.traces import LAYERS, said, write, write_replicas
 
 import gradstats
 from gradstats import plots
-from gradstats.cli.plot import FIGURES
+from gradstats.cli.plot import FIGURES, _from_traces
 from gradstats.plots import files
 from gradstats.trace import create_trace
 
@@ -59,6 +59,17 @@ def test_every_figure_of_the_package_can_be_drawn():
     listed = run("plot", "--help").stdout
     assert all(re.search(rf"\b{name.replace('_', '-')}\b", listed) for name in FIGURES)
     assert "timeline" not in listed
+
+
+def test_a_sharded_compressor_has_the_ranks_that_exchange_and_the_bytes_of_one(tmp_path):
+    """Each of two replicas has two ranks, which select of different elements."""
+    path = write_replicas(tmp_path / "run.zarr", range(3), compression=True, compressor="topk")
+    rows = _from_traces(path, False)
+    one = said(1)["compression"]["bytes_sent"]
+    assert {(r["nproc"], r["rank"]) for r in rows} == {(2, 0), (2, 2)}
+    assert [r["megabytes"] * 1e6 for r in rows[:3]] == pytest.approx(
+        [one - 1, 2 * one - 1, 3 * one]
+    )
 
 
 @every("name", FIGURES)
