@@ -32,8 +32,9 @@ __all__ = [
 LAGS = (1, 5, 20)
 """Ages, in steps, at which a threshold is compared with the one that is right; RedSync searches every fifth step."""
 
-LEVELS = ("training", "optimizer", "phase", "layer")
-"""What nests in what: a training's optimizers, the phases of each, and the layers of each of those."""
+LEVELS = ("training", "optimizer", "phase", "layer", "rest")
+"""Over what shapes vary: trainings, the optimizers of each, the phases of these, the layers of the model, which are the
+same under all of them, and what is left: a layer's own under one optimizer and in one phase, and the error of its fit."""
 _CLOSE = (0.8, 1.25)
 """k̂/k that is on target: SIDCo's own tolerance, and the same factor upwards."""
 _CLAIMED = {
@@ -329,106 +330,81 @@ def components(records: Sequence[Mapping[str, Any]]) -> Records:
     -------
     Records
         One record per kind and level of :data:`LEVELS`: variance, share, and low and high of the share, the interval of
-        1,000 draws of trainings with replacement, NaN of fewer than five; trainings, and values (layers in all).
+        1,000 draws of trainings with replacement, NaN of fewer than five; trainings, and values (shapes in all). A
+        training counts that has two optimizers, phases and layers or more, with the layers that all of its phases have.
 
     Notes
     -----
-    A nested analysis of variance of unweighted means (Searle, Casella and McCulloch 1992): the variance of the means of
-    a level within that above it, less what the means of the levels below have left in it; at least 0. Optimizers and
-    phases are taken as drawn from many. Shapes of layers have errors of their own, which count as layers.
+    An analysis of variance of each training (Searle, Casella and McCulloch 1992): phases nest in optimizers, and layers,
+    which are the same under each of them, cross both. The variance of the means of a level, less what the others have
+    left in it, is averaged over trainings; the means of trainings likewise. What falls below 0 is 0. All levels are taken
+    as drawn from many.
     """
     variance_components = Records()
     for kind in dict.fromkeys(r["kind"] for r in records):
-        nested: dict[str, dict[str, list[NDArray[np.float64]]]] = {}
+        cells: dict[str, dict[str, list[dict[str, float]]]] = {}
         for r in records:
-            # a file has None where a layer has no fit, a record in memory NaN
-            known = (c for c in r["layers"].values() if c is not None and math.isfinite(c))
-            shapes = np.array([*known], np.float64)
-            # one layer has no variance within its phase
-            if r["kind"] == kind and shapes.size > 1:
-                of = nested.setdefault(r["training"], {})
-                of.setdefault(r["optimizer"], []).append(shapes)
-        trees = [list(of.values()) for of in nested.values()]
-        if len(trees) < 2:
+            if r["kind"] == kind:
+                # a file has None where a layer has no fit, a record in memory NaN
+                known = {n: c for n, c in r["layers"].items() if c is not None and math.isfinite(c)}
+                of = cells.setdefault(r["training"], {})
+                of.setdefault(r["optimizer"], []).append(known)
+        tables = [x for of in cells.values() if min((x := _crossed([*of.values()])).shape) > 1]
+        if len(tables) < 2:
             continue
-        # trainings are what is drawn: what nests in them stays together, so the sums of each are made once
-        sums = np.array([_sums(tree) for tree in trees])
-        variances = _variances(sums)
+        # trainings are what is drawn: each is analysed once
+        each = np.array([_of_training(x) for x in tables])
+        variances = _variances(each)
         shares = variances / variances.sum()
         low = high = np.full(len(LEVELS), math.nan)
-        if len(trees) >= _FEWEST_TRAININGS:
+        if len(tables) >= _FEWEST_TRAININGS:
             # a constant seed: the same records give the same page
             rng = np.random.default_rng(0)
             drawn = []
-            for places in rng.integers(len(trees), size=(_DRAWS, len(trees))):
-                each = _variances(sums[places])
-                drawn.append(each / each.sum())
+            for places in rng.integers(len(tables), size=(_DRAWS, len(tables))):
+                of_draw = _variances(each[places])
+                drawn.append(of_draw / of_draw.sum())
             low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
-        count = sum(shapes.size for tree in trees for phases in tree for shapes in phases)
         for i, level in enumerate(LEVELS):
             variance_components.append(
                 {"kind": kind, "level": level, "variance": float(variances[i])}
                 | {"share": float(shares[i]), "low": float(low[i]), "high": float(high[i])}
-                | {"trainings": len(trees), "values": count}
+                | {"trainings": len(tables), "values": sum(x.size for x in tables)}
             )
     return variance_components
 
 
-def _sums(training: Sequence[Sequence[NDArray[np.float64]]]) -> NDArray[np.float64]:
-    """Return what a training adds to the analysis: sums, from the layers up.
+def _crossed(optimizers: Sequence[Sequence[Mapping[str, float]]]) -> NDArray[np.float64]:
+    """Return shapes by optimizer, phase and layer, of the layers that all phases have."""
+    phases = min(map(len, optimizers))
+    every = [shapes for of in optimizers for shapes in of[:phases]]
+    layers = [n for n in every[0] if all(n in shapes for shapes in every)]
+    values = np.array([[shapes[n] for n in layers] for shapes in every], np.float64)
+    return values.reshape(len(optimizers), phases, len(layers))
 
-    Of each level: squares within its families, degrees of freedom, and how often the variance of each level below is
-    in these squares; last, the training's mean, and the same of the error of that mean.
+
+def _of_training(x: NDArray[np.float64]) -> list[float]:
+    """Return the variances of the levels below a training, its mean, and the variance of that mean.
+
+    `x` has an axis each for optimizers, phases and layers.
     """
-    sums: list[float] = []
-    # of a family's members: their values, and how much of the variance of each level below a mean of them has
-    families = [
-        [(x, np.zeros(0)) for x in layers.tolist()] for phases in training for layers in phases
-    ]
-    # from the bottom up: layers within phases, phases within optimizers; the last call is optimizers in the training
-    for groups in (len(phases) for phases in training), (len(training),):
-        squares, freedom, below, means = _within(families)
-        sums += [squares, freedom, *below]
-        # the mean of a family is a member of a family one level up
-        members = iter(means)
-        families = [[next(members) for _ in range(count)] for count in groups]
-    squares, freedom, below, ((mean, error),) = _within(families)
-    return np.array([*sums, squares, freedom, *below, mean, *error])
+    o, p, m = x.shape
+    optimizers, layers = x.mean(axis=(1, 2)), x.mean(axis=(0, 1))
+    phases, both = x.mean(axis=2), x.mean(axis=1)
+    rest = x - phases[:, :, None] - both[:, None, :] + optimizers[:, None, None]
+    error = float(np.square(rest).sum()) / (o * (p - 1) * (m - 1))
+    # of a layer under one optimizer
+    apart = both - optimizers[:, None] - layers + x.mean()
+    joint = float(np.square(apart).sum()) / ((o - 1) * (m - 1)) - error / p
+    phase = float(phases.var(axis=1, ddof=1).mean()) - error / m
+    optimizer = float(optimizers.var(ddof=1)) - phase / p - joint / m - error / (p * m)
+    layer = float(layers.var(ddof=1)) - joint / o - error / (o * p)
+    of_mean = optimizer / o + phase / (o * p) + layer / m + joint / (o * m) + error / (o * p * m)
+    return [optimizer, phase, layer, joint + error, float(x.mean()), of_mean]
 
 
-def _within(
-    families: Sequence[Sequence[tuple[float, NDArray[np.float64]]]],
-) -> tuple[float, int, NDArray[np.float64], list[tuple[float, NDArray[np.float64]]]]:
-    """Return squares within families, their degrees of freedom, the errors in them, and every family's mean."""
-    squares, freedom, means = 0.0, 0, []
-    below = np.zeros(families[0][0][1].size)
-    for family in families:
-        values = np.array([value for value, _ in family])
-        errors = np.mean([error for _, error in family], axis=0)
-        squares += float(np.square(values - values.mean()).sum())
-        freedom += len(family) - 1
-        # families weigh by their degrees of freedom, and so do the errors in their squares
-        below = below + (len(family) - 1) * errors
-        # a mean of n members has 1/n of their variance, and of all the variances below them
-        means.append((float(values.mean()), np.append(errors, 1.0) / len(family)))
-    return squares, freedom, below, means
-
-
-def _variances(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the variance components of some trainings, from the top; each row is one's of :func:`_sums`."""
-    # columns of _sums: 0–1 layers; 2–4 phases; 5–8 optimizers; 9 mean, 10–12 error of the mean
-    means, errors = sums[:, 9], sums[:, 10:].mean(axis=0)
-    total = sums.sum(axis=0)
-    freedom = len(sums) - 1
-    # layers have nothing below them: their slice is empty
-    parts = [(total[0], total[1], total[2:2]), (total[2], total[3], total[4:5])]
-    parts += [(total[5], total[6], total[7:9])]
-    parts += [(float(np.square(means - means.mean()).sum()), freedom, freedom * errors)]
-    variances: list[float] = []
-    for squares, free, below in parts:
-        # from the bottom up, so what lower levels leave in these squares is known
-        left = float(np.dot(below, variances))
-        # a difference of mean squares falls below zero where a level has hardly any variance
-        variances.append(max(float(squares - left) / free, 0.0) if free else 0.0)
-    # LEVELS has the top first
-    return np.array(variances[::-1])
+def _variances(each: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the variances of :data:`LEVELS` over some trainings; each row is one's of :func:`_of_training`."""
+    trainings = each[:, 4].var(ddof=1) - each[:, 5].mean()
+    # a difference of variances falls below zero where a level has hardly any
+    return np.maximum([trainings, *each[:, :4].mean(axis=0)], 0.0)

@@ -30,7 +30,7 @@ gradient plus what was not sent before (`corrected`, to which a threshold is app
 which is the same on all ranks. Sketches of every step come from a second training, alike. Pseudo-gradients are those of
 a third, DiLoCo with an exchange every five steps, of which exchanges 1 and 2, 5 and 6, and 10 and 11 are captured.
 `sgd` has momentum 0.9; `adamw-bf16` is AdamW behind a forward pass in bfloat16 (autocast). Learning rates are not
-tuned. Muon trains matrices, and AdamW the rest, which in the U-Net is everything.
+tuned. Muon trains matrices, and AdamW the rest: nearly all of the networks with convolutions ([shares](losses.md)).
 
 These are short trainings of small models, of one seed each, behind one compressor: they say how much gradients
 differ, not what yours is like.
@@ -284,19 +284,15 @@ def _spread(records: Sequence[Mapping[str, Any]]) -> list[str]:
     shown = [
         {"kind": r["kind"], "level": r["level"], "variance": r["variance"]}
         | {"share": r["share"], "low": r["low"], "high": r["high"]}
-        | {"trainings": r["trainings"], "layers": r["values"]}
+        | {"trainings": r["trainings"], "shapes": r["values"]}
         for r in rows
     ]
-    optimizers: dict[str, set[str]] = {}
-    for record in records:
-        optimizers.setdefault(record["training"], set()).add(record["optimizer"])
-    # only trainings with several optimizers say how optimizers differ
-    several = sum(len(each) > 1 for each in optimizers.values())
     return [
         "## What varies",
         "Variance of ξ beyond the largest tenth of each layer, split over trainings, optimizers within them, phases "
-        "within those, and layers with the error of their fits (nested analysis of variance). Intervals of the shares "
-        "are of 1,000 draws of trainings, from five trainings on; of so few they are too narrow. What is said of "
-        f"optimizers comes from the trainings with more than one, {several}.",
+        "within those, layers, which are the same under all of these, and the rest: what is a layer's own under one "
+        "optimizer and in one phase, with the error of its fit. Trainings count that have two optimizers and two layers "
+        "or more, with the layers that have a fit in all phases. Intervals of the shares are of 1,000 draws of trainings, "
+        "from five trainings on; of so few they are too narrow. One training can have most of a variance.",
         _markdown(shown),
     ]
