@@ -19,7 +19,8 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from scipy.stats import t as t_law
 from capture.atlas import PIECES, settings_of
 from capture.workloads import WORKLOADS, RunConfig, run
 from capture.workloads.launch import RunFailedError
+from capture.workloads.optimizers import make_optimizers
 from gradstats.analysis.advise import (
     DIVERGED,
     NEAREST,
@@ -40,7 +42,7 @@ from gradstats.analysis.advise import (
     distances,
     mean_above,
 )
-from gradstats.analysis.verdicts.advised import setting_of, sparse_already
+from gradstats.analysis.verdicts.advised import FEWEST_ALIKE, setting_of, sparse_already
 from gradstats.analysis.verdicts.trial import LITTLE
 from gradstats.analysis.verdicts.verdict import joined
 from gradstats.primitives.ratio import RATIOS
@@ -116,6 +118,8 @@ UNJUDGED = ("policy-cartpole",)
 """Trainings whose loss does not say how good the model is: a policy's is that of episodes which it chose itself."""
 FELL = LITTLE * TOLERANCE
 """Least fall of a dense loss, as a share of where it ends, of a training that says something, as of a trial."""
+SHARE = 0.1
+"""Least share of the parameters that Muon trains, the rest being AdamW's, of a training that says something of Muon."""
 
 
 def settings(
@@ -257,6 +261,8 @@ def trainings(losses: Sequence[Row], atlas: Sequence[Row]) -> list[Row]:
             # of what never ended well nothing is stored: a position is as large as a value
             setting["bytes"] = round7(sent / (4 * numel)) if sent else 2 * setting["ratio"]
         row = {"training": training, "optimizer": optimizer, "fell": _fell(losses, piece)}
+        if optimizer == "muon":
+            row |= {"share": share_of_muon(training)}
         found.append(row | {"properties": _properties(atlas, piece), "runs": runs})
     return found
 
@@ -267,9 +273,37 @@ def _fell(losses: Sequence[Row], piece: str) -> float:
     return round7(statistics.fmean(r["first"] / r["loss"] - 1 for r in dense))
 
 
+@cache
+def share_of_muon(training: str) -> float:
+    """Return the share of a training's parameters that Muon trains: AdamW does the rest."""
+    # a model is made without its data
+    config = RunConfig(**settings_of(f"{training}/muon", Path()))
+    model = import_module(config.info.module).make_model(config)
+    optimizers = make_optimizers(config, model)
+    muon, *_ = (sum(p.numel() for g in o.param_groups for p in g["params"]) for o in optimizers)
+    return round7(muon / sum(p.numel() for p in model.parameters() if p.requires_grad))
+
+
 def telling(found: Sequence[Row]) -> list[Row]:
-    """Return the trainings whose loss says something, which advice may rest on."""
-    return [t for t in found if t["training"] not in UNJUDGED and t["fell"] >= FELL]
+    """Return the trainings whose loss says something of their optimizer, which advice may rest on."""
+    return [
+        t for t in found
+        if t["training"] not in UNJUDGED and t["fell"] >= FELL and t.get("share", 1.0) >= SHARE
+    ]  # fmt: skip
+
+
+def muon_said(found: Sequence[Row]) -> str:
+    """Say of how much Muon has, by training."""
+    known = sorted((t for t in found if "share" in t), key=lambda t: -t["share"])
+    counted, others = (
+        joined([f"`{t['training']}` ({100 * t['share']:.0f} %)" for t in known if (t["share"] >= SHARE) is side])
+        for side in (True, False)
+    )  # fmt: skip
+    return (
+        "Muon trains matrices, and AdamW what else a model has: embeddings, the output layer, kernels of convolutions. "
+        f"Of the parameters it has most or many in {counted}; in {others} too few for these trainings to say what "
+        "compression costs with Muon, and they are not counted."
+    )
 
 
 def _topk(training: Row, ratio: float, yardstick: str = "loss") -> float | None:
@@ -305,16 +339,23 @@ def told(found: Sequence[Row]) -> str:
             if (r["rule"], r["ratio"], r["memory"], r["steps"]) == (rule, ratio, "residual", STEPS)
             and len(r["above"]) > 1
         ]  # fmt: skip
-        within = beyond = 0
-        for above in every:
-            margin = t_law.ppf(0.95, len(above) - 1) * sem(above)
-            within += statistics.fmean(above) + margin <= TOLERANCE
-            beyond += statistics.fmean(above) - margin > TOLERANCE
+        counts = []
+        for side in (-1, 1):  # within, beyond
+            t = [
+                side * (statistics.fmean(above) - TOLERANCE) / sem(above) if len({*above}) > 1
+                # equal seeds have no spread: they are where they are
+                else math.copysign(math.inf, side * (above[0] - TOLERANCE))
+                for above in every
+            ]  # fmt: skip
+            p = t_law.sf(t, [len(above) - 1 for above in every])
+            counts.append(int(np.count_nonzero(holm(p) <= 0.05)))
         name = f"`{rule}`" if ratio == 1 else f"`{rule}` at {ratio:g}"
-        parts.append(f"{name} is within it in {within} of {len(every)} and beyond in {beyond}")
+        parts.append(
+            f"{name} is within it in {counts[0]} of {len(every)} and beyond in {counts[1]}"
+        )
     return (
-        "A mean of three seeds is itself uncertain. Where its one-sided 95 % interval (Student's t) is on one side of "
-        f"2 % of the dense loss, {'; '.join(parts)}; of the others these seeds cannot tell."
+        "A mean of three seeds is itself uncertain. Told from 2 % of the dense loss (one-sided t test at 5 %, corrected "
+        f"for the number of trainings by Holm's method), {'; '.join(parts)}; of the others these seeds cannot tell."
     )
 
 
@@ -521,7 +562,10 @@ def held_out(found: Sequence[Row], tolerance: float = TOLERANCE) -> Row:
         if not properties or sparse_already(1 - properties["zeros"]):
             continue
         others = [t for t in found if t["training"] != mine["training"]]
-        best = choose("gradient", properties, mine["optimizer"], tolerance, others)[0]
+        best, *rest = choose("gradient", properties, mine["optimizer"], tolerance, others)
+        # of an optimizer in too few trainings nothing is advised, which is neither right nor wrong
+        if max(r["trainings"] for r in (best, *rest)) < FEWEST_ALIKE:
+            continue
         name = f"{mine['training']}/{mine['optimizer']}"
         row = {"training": name} | {n: best[n] for n in ("rule", "ratio", "memory", "bytes")}
         setting = {n: best[n] for n in ("rule", "ratio", "memory", "format")}
@@ -537,6 +581,7 @@ def held_out(found: Sequence[Row], tolerance: float = TOLERANCE) -> Row:
         "of": len(rows),
         "within": sum(r["within"] for r in rows),
         "settings": sorted({setting_of(r) for r in rows}),
+        "optimizers": sorted({r["training"].partition("/")[2] for r in rows}),
         "constant": constant,
         # dense averaging rests on no training
         "distance": round7(max((r["distance"] for r in rows if r["rule"] != "none"), default=0.0)),
@@ -743,7 +788,7 @@ def main() -> None:
     judging = telling(found)
     made = held_out(judging)
     tables = {"losses": table(found), "local-steps": local_table(losses)}
-    tables |= {"beyond": beyond(losses), "told": told(judging)}
+    tables |= {"beyond": beyond(losses), "told": told(judging), "muon": muon_said(found)}
     beside = beside_topk(losses, judging)
     tables |= {"beside-topk": beside_table(beside), "beside-said": beside_said(beside)}
     tables |= {"kept": kept_table(kept(judging)), "alike": alike_table(alike(judging))}

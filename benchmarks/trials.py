@@ -27,8 +27,13 @@ DIFFERENCES: dict[str, Draw] = {
     "normal, 2 %": lambda rng, n: 0.02 * rng.standard_normal(n),
     "Student's t(3), 1 %": lambda rng, n: 0.01 * rng.standard_t(3, n),
     "exponential, 1 %": lambda rng, n: 0.01 * (rng.exponential(size=n) - 1),
+    "a fifth in one of ten": lambda rng, n: (
+        0.002 * rng.standard_normal(n) + 0.2 * (rng.random(n) < 0.1) - 0.02
+    ),
 }
 """Noise of the relative difference of a pair's losses."""
+EVEN = tuple(DIFFERENCES)[:3]
+"""Noise that is as often above its mean as below."""
 
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "SGD": lambda parameters, factor: torch.optim.SGD(parameters, lr=0.1 * factor, momentum=0.9),

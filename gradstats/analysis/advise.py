@@ -102,7 +102,7 @@ def evidence() -> Mapping[str, Any]:
         ``trainings``, each with training, optimizer, properties by kind, and runs: rule, ratio, memory, format, steps,
         bytes (share of the dense ones) and above, the relative difference of the final losses to the dense ones, by
         seed. ``held_out``: what came of advice that was made for each training without it, what would have come of
-        always the same, and how far the trainings were that it rested on.
+        always the same, under which optimizers, and how far the trainings were that it rested on.
     """
     text = files("gradstats.analysis").joinpath("evidence.json").read_text(encoding="utf-8")
     measurements: Mapping[str, Any] = json.loads(text)
@@ -202,7 +202,8 @@ def advise(
     A setting is acceptable if it ended, in the mean over seeds, within the tolerance in each of the :data:`NEAREST`
     trainings it was measured in, with an optimizer of the same family (:func:`family_of`), whose gradients are most
     alike: by the shares of the energy that the largest 1 and 0.1 % have, the share of zeros, and the cosine of the
-    ranks. Left out are trainings whose loss says little. Short trainings of small models say little of a long one:
+    ranks. Where the family is not known, a setting has to be acceptable with each. Left out are trainings whose loss
+    says little of their optimizer. Short trainings of small models say little of a long one:
     :class:`gradstats.Trial` tries it.
     """
     opened = open_source(source)
@@ -251,34 +252,44 @@ def advice_for(
     known = {name for name, value in properties.items() if not math.isnan(value)}
     # zeros alone tell no training from another
     enough = not known <= {"zeros", "nonzero"}
+    compared = any(t["properties"].get(kind) for t in measured)
     lossless = _lossless(nonzero, plans) if nonzero and sparse_already(nonzero) else None
     # what a plan does not call faster, or has no time of, is not recommended, here either
     if lossless and plans and not lossless["speedup_low"] > 1:
         lossless, nonzero = None, 1.0
     if lossless:
         records.insert(0, lossless)
-    elif not (nonzero and enough):
+    elif not (nonzero and enough and compared):
         # nothing is recommended, and the records alone say so, too
         records.sort(key=lambda r: r["rule"] != "none")
-        records[0] |= {"reason": "too few elements to say" if nonzero else "all elements are zero"}
+        of_kind = "too few elements to say" if compared else f"no {kind} was measured elsewhere"
+        records[0] |= {"reason": of_kind if nonzero else "all elements are zero"}
     best = records[0]
     fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
-    held = evidence()["held_out"]
+    held, optimizers = evidence()["held_out"], family_of(optimizer)
     # of advice that was made in another way it says nothing
-    like_this = not plans and tolerance == held["tolerance"]
+    like_this = not plans and kind == "gradient" and tolerance == held["tolerance"]
+    like_this = like_this and optimizers in [*map(family_of, held["optimizers"])]
     verdict = what_to_try(
         records,
         # a name that tells nothing is like no other
-        optimizer if family_of(optimizer) else None,
+        optimizer if optimizers else None,
         held if like_this else None,
         usual=held["distance"],
         planned=bool(plans),
         nonzero=nonzero,
         enough=enough,
         ranks=_ranks(properties),
-        unlike=optimizer if optimizer and not family_of(optimizer) else "",
+        unlike=optimizer if optimizer and not optimizers else "",
+        unmeasured="" if compared else kind,
+        fewest=_fewest(optimizer),
     )
     return Advice(**fields, records=records, verdict=verdict)
+
+
+def _fewest(optimizer: str | None) -> int:
+    """Return how many trainings a setting is judged by at least: those of each family if its own is not known."""
+    return FEWEST_ALIKE * (1 if family_of(optimizer) else len(_FAMILIES))
 
 
 def _named(training: Mapping[str, Any]) -> str:
@@ -502,7 +513,9 @@ def choose(
                     rows.append(run | {"of": name, "family": family, "far": far[id(training)]})
     records = Records([dict(_DENSE)])
     for key, rows in settings.items():
-        records.append(dict(zip(_SETTING, key, strict=True)) | _judged(rows, tolerance))
+        records.append(
+            dict(zip(_SETTING, key, strict=True)) | _judged(rows, tolerance, _fewest(optimizer))
+        )
     for record in records:
         record |= _planned(record, plans)
     # what a plan does not call faster is not worth a doubt; of the others the fastest, or without a plan the smallest
@@ -560,17 +573,17 @@ def _scales(properties: Mapping[str, float]) -> dict[str, float]:
     return coordinates
 
 
-def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float) -> dict[str, Any]:
-    """Return what a setting cost in some trainings."""
+def _judged(rows: Sequence[Mapping[str, Any]], tolerance: float, fewest: int) -> dict[str, Any]:
+    """Return what a setting cost in some trainings, if they are not fewer than are asked for."""
     # evidence.json cannot hold infinity, which is what a training that diverged ended at
     means = ((mean_above(row["above"]), row["of"]) for row in rows)
     above = [(math.inf if mean >= DIVERGED else mean, of) for mean, of in means]
     trainings = list(dict.fromkeys(row["of"] for row in rows))
     (low, _), (high, worst) = min(above), max(above)
-    enough = len(trainings) >= FEWEST_ALIKE
+    enough = len(trainings) >= fewest
     acceptable = enough and high <= tolerance
     if not enough:
-        reason = f"was measured in fewer than {FEWEST_ALIKE} such trainings"
+        reason = f"was measured in fewer than {fewest} such trainings"
     elif acceptable:
         reason = f"ended at most {100 * tolerance:g} % above dense in all of them"
     elif math.isinf(high):

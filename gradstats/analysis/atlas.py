@@ -33,8 +33,8 @@ LAGS = (1, 5, 20)
 """Ages, in steps, at which a threshold is compared with the one that is right; RedSync searches every fifth step."""
 
 LEVELS = ("training", "optimizer", "phase", "layer", "rest")
-"""Over what shapes vary: trainings, the optimizers of each, the phases of these, the layers of the model, which are the
-same under all of them, and what is left: a layer's own under one optimizer and in one phase, and the error of its fit."""
+"""Over what shapes vary: trainings, the optimizers of each, the phases of these, the layers of the model, the same under
+all of them, and what is left: a layer's own under one optimizer and in one phase, and the error of its fit."""
 _CLOSE = (0.8, 1.25)
 """k̂/k that is on target: SIDCo's own tolerance, and the same factor upwards."""
 _CLAIMED = {
@@ -335,10 +335,10 @@ def components(records: Sequence[Mapping[str, Any]]) -> Records:
 
     Notes
     -----
-    An analysis of variance of each training (Searle, Casella and McCulloch 1992): phases nest in optimizers, and layers,
-    which are the same under each of them, cross both. The variance of the means of a level, less what the others have
-    left in it, is averaged over trainings; the means of trainings likewise. What falls below 0 is 0. All levels are taken
-    as drawn from many.
+    An analysis of variance of each training (Searle, Casella and McCulloch 1992): phases nest in optimizers, and
+    layers, which are the same under each of them, cross both. The variance of the means of a level, less what the
+    others have left in it, is averaged over trainings; the means of trainings likewise. What falls below 0 is 0. All
+    levels are taken as drawn from many.
     """
     variance_components = Records()
     for kind in dict.fromkeys(r["kind"] for r in records):

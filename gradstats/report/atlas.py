@@ -291,8 +291,8 @@ def _spread(records: Sequence[Mapping[str, Any]]) -> list[str]:
         "## What varies",
         "Variance of ξ beyond the largest tenth of each layer, split over trainings, optimizers within them, phases "
         "within those, layers, which are the same under all of these, and the rest: what is a layer's own under one "
-        "optimizer and in one phase, with the error of its fit. Trainings count that have two optimizers and two layers "
-        "or more, with the layers that have a fit in all phases. Intervals of the shares are of 1,000 draws of trainings, "
-        "from five trainings on; of so few they are too narrow. One training can have most of a variance.",
+        "optimizer and in one phase, with the error of its fit. Trainings count that have two optimizers and two "
+        "layers or more, with the layers that have a fit in all phases. Intervals of the shares are of 1,000 draws of "
+        "trainings, from five trainings on; of so few they are too narrow. One training can have most of a variance.",
         _markdown(shown),
     ]

@@ -57,6 +57,7 @@ def measured(monkeypatch):
     def give(trainings):
         held = {"tolerance": 0.02, "within": 7, "of": 9, "settings": ["topk", "dense-fp8"]}
         held |= {"left_out": 0, "constant": {"dense-fp8": 6, "dense-bf16": 5}, "distance": 1.0}
+        held |= {"optimizers": ["sgd", "adamw"]}
         monkeypatch.setattr(advise, "evidence", lambda: {"trainings": trainings, "held_out": held})
         return trainings
 
@@ -96,21 +97,29 @@ def test_the_smallest_setting_that_kept_the_loss_everywhere_is_recommended(measu
 
 
 def test_what_held_out_advice_came_to_is_said_of_such_advice_alone(measured, monkeypatch):
-    trainings = measured(near(5))
+    trainings = measured([t for o in ("sgd", "adamw", "muon") for t in near(5, optimizer=o)])
 
-    def verdict(tolerance=0.02, plans=()):
-        return str(advise.advice_for("gradient", ALIKE, "SGD", tolerance, plans=plans).verdict)
+    def verdict(tolerance=0.02, plans=(), kind="gradient", optimizer="SGD"):
+        return str(advise.advice_for(kind, ALIKE, optimizer, tolerance, plans=plans).verdict)
 
     made = "such advice ended within 2 % of dense in 7 of 9"
     assert f"{made}. These" in verdict()
     for other in (0.0001, 0.01, 0.06):
         assert made not in verdict(other), other
+    # such advice was made of gradients, with these optimizers
+    assert made in verdict(optimizer="PagedAdamW")
+    assert made not in verdict(optimizer="Muon")
+    assert made not in verdict(optimizer=None)
+    trainings[0]["properties"]["corrected"] = trainings[0]["properties"]["gradient"]
+    assert "Try topk" in verdict(kind="corrected")
+    assert made not in verdict(kind="corrected")
     plan = {"compressor": "topk", "ratio": 0.1, "speedup": 1.5, "speedup_low": 1.2}
     assert made not in verdict(plans=[plan | {"speedup_high": 2.0}])
     held = {"tolerance": 0.02, "within": 7, "of": 9, "settings": ["dense-fp8"], "left_out": 2}
     held |= {"constant": {"dense-fp8": 6, "dense-bf16": 5}, "distance": 1.0}
+    held |= {"optimizers": ["sgd", "adamw"]}
     monkeypatch.setattr(advise, "evidence", lambda: {"trainings": trainings, "held_out": held})
-    left = f"{made}, always by dense-fp8 (2 whose loss says little are not counted). "
+    left = f"{made}, always by dense-fp8 (2 that say little are not counted). "
     assert f"{left}These are short" in verdict()
     # what always says the same is a control, where it does as well
     held["constant"]["dense-bf16"] = 7
@@ -135,6 +144,14 @@ def test_it_says_where_a_gradient_is_unlike_all_that_were_measured(measured, mon
     assert f"{unlike}, and of the measured trainings none was farther than 1.2" in numbers(1.2)
     assert "not much like" not in numbers(farthest)
     assert "no gradients of this kind were measured" not in numbers(1.2)
+    # nothing is known of any: none is most alike
+    unknown = advise.advice_for("update", ALIKE, "SGD")
+    assert (unknown.rule, unknown.verdict.headline) == ("none", "Not known")
+    assert unknown.verdict.numbers.startswith(
+        "No measured training has gradients of the kind update. Next: try"
+    )
+    assert unknown.records[0]["reason"] == "no update was measured elsewhere"
+    trainings[0]["properties"]["update"] = trainings[0]["properties"]["gradient"]
     assert "Of some of them no gradients of this kind were measured." in numbers(1.2, "update")
 
 
@@ -202,6 +219,16 @@ def test_trainings_count_with_optimizers_of_their_own_kind(measured):
         numbers = advise.advice_for("gradient", ALIKE, name).verdict.numbers
         said_so = "No measured training has an optimizer like 'foo': those of all families count."
         assert (said_so in numbers) == told
+
+
+def test_an_unknown_optimizer_is_answered_by_all_families_or_by_none(measured):
+    """A setting of one family alone, such as AdamW's steps, is none for an optimizer that may be any."""
+    measured([*near(6), *near(6, optimizer="adamw"), *near(4, optimizer="muon")])
+    found = advise.advice_for("gradient", ALIKE, "foo")
+    assert (found.rule, found.verdict.headline) == ("none", "Not known")
+    assert "Fewer than 15 trainings were measured." in found.verdict.numbers
+    assert found.records[1]["reason"] == "was measured in fewer than 15 such trainings"
+    assert advise.advice_for("gradient", ALIKE, "SGD").rule == "topk"
 
 
 def test_a_training_is_judged_by_the_mean_of_its_seeds(measured):

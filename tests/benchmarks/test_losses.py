@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 
 import losses
 import numpy as np
@@ -145,6 +144,29 @@ def test_trainings_whose_loss_hardly_falls_say_nothing():
     assert [t["training"] for t in losses.telling(found)] == ["far"]
 
 
+def test_trainings_of_which_muon_has_little_say_nothing_of_it():
+    found = [judged("far", "muon") | {"share": share} for share in (0.11, 0.09)]
+    assert losses.telling(found) == found[:1]
+    said = losses.muon_said(
+        [judged("dense"), *(f | {"training": f"of {f['share']}"} for f in found)]
+    )
+    assert "it has most or many in `of 0.11` (11 %); in `of 0.09` (9 %) too few for" in said
+    # 16 x 16 pixels, ten classes: the output layer is the only matrix
+    assert losses.share_of_muon("resnet8-cifar16") == pytest.approx(640 / 75_290)
+    assert losses.share_of_muon("lora-pydoc") == 1
+
+
+def test_what_seeds_tell_is_corrected_for_the_number_of_trainings():
+    near = [judged(f"near {i}", tenth=[0.0, 0.001, 0.0005]) for i in range(4)]
+    # by itself it is told from 2 % (p = 0.03), as one of five it is not
+    doubtful = judged("doubtful", tenth=[0.0, 0.009, 0.012])
+    far, equal = judged("far", tenth=[0.5, 0.51, 0.52]), judged("equal", tenth=[0.01] * 3)
+    one = "`topk` at 0.1 is within it in {} of {} and beyond in {};"
+    assert one.format(1, 1, 0) in losses.told([doubtful])
+    assert one.format(4, 6, 1) in losses.told([*near, doubtful, far])
+    assert one.format(1, 2, 1) in losses.told([equal, far])
+
+
 def test_what_kept_the_loss_is_counted_by_the_loss_and_by_its_fall():
     found = [
         # 4 % of a loss that fell by three times of it are 1.3 % of the fall
@@ -208,6 +230,10 @@ def test_advice_is_judged_where_it_was_not_made():
     assert (made["within"], made["of"]) == (5, 6)
     # what looks at nothing, judged by the same trainings
     assert made["constant"] == {"dense-bf16": 5, "dense-fp8": 5}
+    # of an optimizer in too few trainings nothing is advised: that is neither right nor wrong
+    alone = [training("other", [0.3]) | {"optimizer": "muon"}]
+    assert losses.held_out([*found, *alone])["rows"] == made["rows"]
+    assert made["optimizers"] == ["sgd"]
     text = losses.judged(made)
     assert "| bad/sgd | `dense-fp8` | 0.4 | +20.0 | **no** |" in text
     assert "right with `dense-bf16` in 5 and `dense-fp8` in 5 of 6." in text
@@ -256,16 +282,19 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     left_out = {f"{t['training']}/{t['optimizer']}" for t in found if t not in judging}
     policies = {"policy-cartpole/sgd", "policy-cartpole/adamw"}
     hardly = {"lora-pydoc/sgd", "lora-pydoc/adamw", "lora-pydoc/muon"}
-    assert left_out == policies | hardly
-    missed = {r["training"] for r in losses.held_out(found)["rows"] if not r["within"]}
+    few = {f"{t}/muon" for t in ("resnet8-cifar16", "unet-digits", "dlrm-clicks", "simclr-digits")}
+    assert left_out == policies | hardly | few
+    enough = [t for t in found if f"{t['training']}/{t['optimizer']}" not in few]
+    missed = {r["training"] for r in losses.held_out(enough)["rows"] if not r["within"]}
     assert missed == {"gcn-blocks/sgd", "vit-digits/muon", *policies}
     made = losses.held_out(judging)
     page = (DOCS / "losses.md").read_text(encoding="utf-8")
     text = " ".join(page.split())
-    # with those that hardly fall there is one miss more
-    with_them = losses.held_out([t for t in found if t["training"] != "policy-cartpole"])
-    miss, known_miss = (r for r in with_them["rows"] if not r["within"])
-    assert known_miss["training"] == "vit-digits/muon"
+    # with those that hardly fall there are two misses, as Muon has a sixth training then
+    with_them = losses.held_out([t for t in enough if t["training"] != "policy-cartpole"])
+    miss, of_muon = (r for r in with_them["rows"] if not r["within"])
+    assert (of_muon["training"], of_muon["rule"]) == ("vit-digits/muon", "dense-fp8")
+    assert f"`dense-fp8` for `vit-digits` with Muon, {100 * of_muon['above']:.1f} %. With" in text
     assert (miss["training"], miss["rule"], miss["ratio"]) == ("gcn-blocks/sgd", "topk", 0.1)
     (fell,) = (
         t["fell"] for t in judging if (t["training"], t["optimizer"]) == ("gcn-blocks", "sgd")
@@ -287,42 +316,37 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     )  # fmt: skip
     ends = f"{100 * min(graph):+.0f} to {100 * max(graph):+.0f} %".replace("-", "−")
     assert f"They move that of `gcn-blocks` with Muon, which counts, by {ends}." in text
-    (miss,) = (r for r in made["rows"] if not r["within"])
-    assert (miss["training"], miss["rule"]) == ("vit-digits/muon", "dense-fp8")
-    assert made["settings"] == ["dense-bf16", "dense-fp8"]
-    assert made["within"] == made["of"] - 1
+    assert made["settings"] == ["dense-fp8"]
+    assert made["within"] == made["of"]
+    assert made["optimizers"] == ["adamw", "sgd"]
     judged = {r["training"] for r in made["rows"]}
     dense = [t for t in judging if f"{t['training']}/{t['optimizer']}" in judged]
-    sparse = {t["training"] for t in judging if t not in dense}
+    sparse = {t["training"] for t in judging if t not in dense and t["optimizer"] != "muon"}
     assert sparse == {"dlrm-clicks"}
     kept = sum(r[0.1] for r in losses.kept(dense) if r["yardstick"] == "loss")
     assert min(made["constant"].values()) >= made["within"]
-    named = Counter(r["rule"] for r in made["rows"])
-    (moved,) = (
-        r["above"] for t in judging if (t["training"], t["optimizer"]) == ("vit-digits", "muon")
-        for r in t["runs"] if r["format"] == "fp8"
-    )  # fmt: skip
     said = (
-        "The advice is `dense-fp8` for {} of {} and `dense-bf16` for {}, and was right for {}: "
-        "`dense-fp8` ended {:.1f} % above dense in `vit-digits` with Muon, {:.1f} to {:.1f} % by seed. "
-        "`topk` at 0.1 kept the loss in {} of them"
+        "The advice is `dense-fp8` for all {}, and was right for all. `topk` at 0.1 kept the loss in {} of them, and "
+        "advice named it for none."
     )
-    ended = [100 * x for x in (miss["above"], min(moved), max(moved))]
-    counts = (named["dense-fp8"], made["of"], named["dense-bf16"], made["within"])
-    assert said.format(*counts, *ended, kept) in text
+    assert said.format(made["of"], kept) in text
+    of_muon = sum(t["optimizer"] == "muon" for t in judging)
+    assert of_muon == 5
+    assert "five trainings count, and the four that are left without one are too few" in text
     decide = " ".join((DOCS / "decide.md").read_text(encoding="utf-8").split())
     assert f"({made['within']} of {made['of']})" in decide
     assert made["constant"]["dense-bf16"] == made["of"]
-    assert f"to say always `dense-bf16` was right in all {made['of']}" in decide
+    assert f"to say always `dense-bf16` was right in all {made['of']}, too." in decide
     known = {f"{t['training']}/{t['optimizer']}" for t in judging}
     most = max(
         r["numel"] for r in stored(RESULTS / "atlas.jsonl") if r["piece"] in known and "numel" in r
     )
-    assert f"most like yours (two workers, at most {most / 1e6:.1f} million parameters)" in decide
+    assert f"most like yours (two workers, at most {most / 1e6:.2f} million parameters)" in decide
     alike = losses.alike(judging)
     p = min(holm(np.array([r["p"] for r in alike])))
     assert p > 0.05
-    assert f"corrected for all nine by Holm's method, is {p:.2g}: nothing shows" in text
+    assert len(alike) == 6
+    assert f"corrected for all six by Holm's method, is {p:.2g}: nothing shows" in text
     assert block("losses", losses.table(found)) in page
     assert block("predictors", losses.predicted(judging)) in page
     assert block("held-out", losses.judged(made)) in page
@@ -331,6 +355,7 @@ def test_pages_and_advice_are_those_of_the_stored_runs():
     beside = losses.beside_topk(stored(losses.FILE), judging)
     assert block("beside-topk", losses.beside_table(beside)) in page
     assert block("told", losses.told(judging)) in page
+    assert block("muon", losses.muon_said(found)) in page
     assert block("kept", losses.kept_table(losses.kept(judging))) in page
     assert block("alike", losses.alike_table(alike)) in page
     assert block("beside-said", losses.beside_said(beside)) in page
@@ -388,7 +413,7 @@ def test_the_pages_of_a_choice_count_right():
     surely = re.findall(r"is within it in (\d+) of", losses.told(found))
     said = (
         "`dense-bf16` ended at most 2 % above dense, in the mean, in all [{} short trainings]"
-        "(losses.md#within-2-of-what) (surely in {}), `dense-fp8` in {} ({}), `topk` at 0.1 in {} ({})."
+        "(losses.md#within-2-of-what) (told from it in {}), `dense-fp8` in {} ({}), `topk` at 0.1 in {} ({})."
     )
     shown = of["topk"], surely[0], within["dense-fp8"], surely[1], within["topk"], surely[2]
     assert said.format(*shown) in text
@@ -401,8 +426,11 @@ def test_the_pages_of_a_choice_count_right():
         (DOCS / "losses.md").read_text(encoding="utf-8").split()
     )
     text = " ".join((DOCS / "decide.md").read_text(encoding="utf-8").split())
-    assert "16 bits kept the loss in all short trainings" in text
-    assert "8 bits in all but one." in text
+    assert (
+        f"16 bits kept the loss, in the mean over seeds, in all {of['topk']} short trainings"
+        in text
+    )
+    assert f"8 bits in all but one; three seeds tell it in {surely[0]} and {surely[1]}." in text
     numbers = {o: [counts[o, "loss"][r] for r in RATIOS] for o in losses.OPTIMIZERS}
     trainings = {o: counts[o, "loss"]["of"] for o in losses.OPTIMIZERS}
     said = (

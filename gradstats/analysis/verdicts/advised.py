@@ -52,6 +52,8 @@ def what_to_try(
     enough: bool,
     ranks: Ranks = "compared",
     unlike: str = "",
+    unmeasured: str = "",
+    fewest: int = FEWEST_ALIKE,
 ) -> Verdict:
     """Say which compression to try, and what that rests on.
 
@@ -77,6 +79,10 @@ def what_to_try(
         Whether ranks were compared.
     unlike : str, optional
         Name of an optimizer that tells of no family, so that trainings of all count.
+    unmeasured : str, optional
+        Kind of the gradients, if no training has any of it.
+    fewest : int, optional
+        Trainings that a setting is judged by at least.
 
     Returns
     -------
@@ -91,11 +97,12 @@ def what_to_try(
         return Verdict(*TOO_FEW)
     best, *others = records
     like = "" if optimizer is None else f" with optimizers like {optimizer}"
-    known = [r for r in others if r["trainings"] >= FEWEST_ALIKE]
-    if not known:
-        return Verdict(
-            "Not known", f"Fewer than {FEWEST_ALIKE} trainings{like} were measured. {_TRY}", True
-        )
+    known = [r for r in others if r["trainings"] >= fewest]
+    if unmeasured or not known:
+        why = f"Fewer than {fewest} trainings{like} were measured"
+        if unmeasured:
+            why = f"No measured training has gradients of the kind {unmeasured}"
+        return Verdict("Not known", f"{why}. {_TRY}", True)
     if best["rule"] == "none":
         headline = "Don't compress"
         good = [r for r in known if r["acceptable"]]
@@ -147,11 +154,7 @@ def what_to_try(
     caveat = f"These are {_SHORT}."
     if held and best["rule"] != "none":
         always = f", always by {held['settings'][0]}" if len(held["settings"]) == 1 else ""
-        but = (
-            f" ({held['left_out']} whose loss says little are not counted)"
-            if held["left_out"]
-            else ""
-        )
+        but = f" ({held['left_out']} that say little are not counted)" if held["left_out"] else ""
         caveat = (
             f"Made without the training that it was judged on, such advice ended within {100 * held['tolerance']:g} % "
             f"of dense in {held['within']} of {held['of']}{always}{but}."
