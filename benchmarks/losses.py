@@ -354,8 +354,9 @@ def told(found: Sequence[Row]) -> str:
             f"{name} is within it in {counts[0]} of {len(every)} and beyond in {counts[1]}"
         )
     return (
-        "A mean of three seeds is itself uncertain. Told from 2 % of the dense loss (one-sided t test at 5 %, corrected "
-        f"for the number of trainings by Holm's method), {'; '.join(parts)}; of the others these seeds cannot tell."
+        "A mean of three seeds is itself uncertain. Told from 2 % of the dense loss (one-sided t test at 5 %, "
+        f"corrected for the number of trainings by Holm's method), {'; '.join(parts)}; of the others these "
+        "seeds cannot tell."
     )
 
 

@@ -33,8 +33,8 @@ LAGS = (1, 5, 20)
 """Ages, in steps, at which a threshold is compared with the one that is right; RedSync searches every fifth step."""
 
 LEVELS = ("training", "optimizer", "phase", "layer", "rest")
-"""Over what shapes vary: trainings, the optimizers of each, the phases of these, the layers of the model, the same under
-all of them, and what is left: a layer's own under one optimizer and in one phase, and the error of its fit."""
+"""Over what shapes vary: trainings, a training's optimizers, phases and layers, which cross each other, and the rest,
+what some of these have together, with the error of the fit."""
 _CLOSE = (0.8, 1.25)
 """k̂/k that is on target: SIDCo's own tolerance, and the same factor upwards."""
 _CLAIMED = {
@@ -335,10 +335,10 @@ def components(records: Sequence[Mapping[str, Any]]) -> Records:
 
     Notes
     -----
-    An analysis of variance of each training (Searle, Casella and McCulloch 1992): phases nest in optimizers, and
-    layers, which are the same under each of them, cross both. The variance of the means of a level, less what the
-    others have left in it, is averaged over trainings; the means of trainings likewise. What falls below 0 is 0. All
-    levels are taken as drawn from many.
+    An analysis of variance of each training (Searle, Casella and McCulloch 1992): its layers are the same under every
+    optimizer and in every phase, and phases are the same times, so all three cross. The variance of the means of a
+    level, less what the others have left in it, is averaged over trainings; the means of trainings likewise. What falls
+    below 0 is 0. All levels are taken as drawn from many.
     """
     variance_components = Records()
     for kind in dict.fromkeys(r["kind"] for r in records):
@@ -388,19 +388,28 @@ def _of_training(x: NDArray[np.float64]) -> list[float]:
 
     `x` has an axis each for optimizers, phases and layers.
     """
-    o, p, m = x.shape
-    optimizers, layers = x.mean(axis=(1, 2)), x.mean(axis=(0, 1))
-    phases, both = x.mean(axis=2), x.mean(axis=1)
-    rest = x - phases[:, :, None] - both[:, None, :] + optimizers[:, None, None]
-    error = float(np.square(rest).sum()) / (o * (p - 1) * (m - 1))
-    # of a layer under one optimizer
-    apart = both - optimizers[:, None] - layers + x.mean()
-    joint = float(np.square(apart).sum()) / ((o - 1) * (m - 1)) - error / p
-    phase = float(phases.var(axis=1, ddof=1).mean()) - error / m
-    optimizer = float(optimizers.var(ddof=1)) - phase / p - joint / m - error / (p * m)
-    layer = float(layers.var(ddof=1)) - joint / o - error / (o * p)
-    of_mean = optimizer / o + phase / (o * p) + layer / m + joint / (o * m) + error / (o * p * m)
-    return [optimizer, phase, layer, joint + error, float(x.mean()), of_mean]
+    sizes = np.array(x.shape)
+
+    def mean_square(*axes: int) -> float:
+        # of what axes have together, beyond what fewer of them have
+        of = x.mean(axis=tuple({0, 1, 2}.difference(axes)), keepdims=True)
+        for axis in axes:
+            of = of - of.mean(axis=axis, keepdims=True)
+        return float(np.square(of).sum()) / math.prod(sizes[[*axes]] - 1)
+
+    error = mean_square(0, 1, 2)
+    # a mean over an axis has its share of what that axis varies by
+    pairs = {
+        (a, b): mean_square(a, b) - error / sizes[3 - a - b] for a, b in ((0, 1), (0, 2), (1, 2))
+    }
+    single = [
+        mean_square(axis) - error * sizes[axis] / x.size
+        - sum(v / sizes[a + b - axis] for (a, b), v in pairs.items() if axis in (a, b))
+        for axis in range(3)
+    ]  # fmt: skip
+    rest = error + sum(pairs.values())
+    of_mean = error / x.size + sum(v / (sizes[a] * sizes[b]) for (a, b), v in pairs.items())
+    return [*single, rest, float(x.mean()), of_mean + float(np.sum(single / sizes))]
 
 
 def _variances(each: NDArray[np.float64]) -> NDArray[np.float64]:
