@@ -291,8 +291,8 @@ def _spread(records: Sequence[Mapping[str, Any]]) -> list[str]:
         "## What varies",
         "Variance of ξ beyond the largest tenth of each layer, split over trainings, and in each of them over "
         "optimizers, phases and layers, which cross each other; the rest is what some of these have together, such as "
-        "a layer under one optimizer, with the error of the fit. Trainings count that have two optimizers and two layers "
-        "or more, with the layers that have a fit in all phases. Intervals of the shares are of 1,000 draws of "
+        "a layer under one optimizer, with the error of the fit. Trainings count that have two optimizers and two "
+        "layers or more, with the layers that have a fit in all phases. Intervals of the shares are of 1,000 draws of "
         "trainings, from five trainings on; of so few they are too narrow. One training can have most of a variance.",
         _markdown(shown),
     ]
