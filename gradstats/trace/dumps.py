@@ -9,20 +9,24 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from gradstats.errors import GradstatsError, InputError, first_line
 from gradstats.primitives import Array
-from gradstats.primitives.arrays import numel_of
 from gradstats.trace import Kind, Layer, is_trace
 from gradstats.trace.files import (
+    NESTED,
     READ,
     Contents,
-    check_expanded,
+    dictionary_of,
+    file_and_key,
+    gradients_of,
     load_torch,
     read_file,
     some,
@@ -152,7 +156,8 @@ def dumps_of(
     Parameters
     ----------
     paths : sequence of Path
-        Gradient files, indices of shards, checkpoints of DCP, and folders of any of these.
+        Gradient files, indices of shards, checkpoints of DCP, and folders of any of these; behind a colon, the
+        dictionary that is meant in each: ``folder:model``.
     pattern : str, optional
         Where the numbers are in a name: ``grad_{step}_rank{rank}.pt``.
     lists : {"steps", "layers"}, optional
@@ -163,18 +168,18 @@ def dumps_of(
     InputError
         If there is none, a name does not fit the pattern, or the numbers could be meant in two ways.
     """
-    places = [place for path in paths for place in _places(path)]
+    places = [(place, key) for path, key in map(file_and_key, paths) for place in _places(path)]
     if not places:
         raise InputError(f"nothing to import in {', '.join(map(str, paths))}")
     # a list numbers its own steps from 0, so that two of them would collide
-    listed = [_from_list(p, lists) for p in places] if len(places) == 1 else [None]
+    listed = [_from_list(*p, lists) for p in places] if len(places) == 1 else [None]
     if listed[0] is not None:
         return listed[0]
-    numbers = _numbers([p.name for p in places], pattern)
+    numbers = _numbers([place.name for place, _ in places], pattern)
     return [
         # bound now, as the loop goes on
-        _Dump(place, key, lambda place=place: _contents(place))  # type: ignore[misc]
-        for place, key in zip(places, numbers, strict=True)
+        _Dump(place, number, lambda place=place, key=key: _contents(place, key))  # type: ignore[misc]
+        for (place, key), number in zip(places, numbers, strict=True)
     ]
 
 
@@ -211,11 +216,13 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / ".metadata").is_file() or any(folder.glob(_INDEX))
 
 
-def _contents(place: Path) -> Contents:
-    if place.is_file():
-        return read_file(place)
+def _contents(place: Path, key: str) -> Contents:
     if (place / ".metadata").is_file():
-        return _load_dcp(place)
+        return _load_dcp(place, key)
+    if key and suffix_of(place) not in NESTED:
+        raise InputError(f"{place} holds no dictionaries: leave out :{key}")
+    if place.is_file():
+        return read_file(place, key)
     indices = sorted(place.glob(_INDEX))
     if len(indices) > 1:
         raise InputError(f"{place} has several indices of shards: {some(p.name for p in indices)}")
@@ -262,7 +269,7 @@ def _by_pattern(name: str, pattern: str) -> tuple[int, int]:
     return int(groups.get("rank") or 0), int(groups["step"])
 
 
-def _from_list(path: Path, lists: Lists | None) -> list[_Dump] | None:
+def _from_list(path: Path, key: str, lists: Lists | None) -> list[_Dump] | None:
     """Return the gradients of a file that holds a list; None if it holds none."""
     if not path.is_file() or suffix_of(path) not in (".pt", ".pth"):
         return None
@@ -289,33 +296,21 @@ def _from_list(path: Path, lists: Lists | None) -> list[_Dump] | None:
                 "--list layers"
             )
         if lists != "steps":
-            return [_Dump(path, (0, 0), lambda: Contents(_named(path, loaded), {}))]
+            return [_Dump(path, (0, 0), lambda: _of_step(path, key, loaded))]
     elif any(tensors):
         raise InputError(f"{path} holds a list of tensors and of other things: save one of these")
     return [
-        _Dump(path, (0, step), lambda each=each: Contents(_named(path, each), {}))  # type: ignore[misc]
+        _Dump(path, (0, step), lambda each=each: _of_step(path, key, each))  # type: ignore[misc]
         for step, each in enumerate(loaded)
     ]
 
 
-def _named(path: Path, step: Any) -> dict[str, Array]:
-    """Return the tensors of one step by name."""
-    import torch
-
-    if isinstance(step, torch.Tensor):
-        step = {"gradient": step}
-    if isinstance(step, Mapping):
-        items = {str(name): value for name, value in step.items()}
-    elif isinstance(step, list | tuple):
-        items = {str(i): value for i, value in enumerate(step)}
-    else:
-        raise InputError(f"a step of the list is a {type(step).__name__}, not tensors")
-    others = [n for n, v in items.items() if not isinstance(v, torch.Tensor)]
-    if others or not items:
-        raise InputError(f"a step of the list holds what is no tensor: {some(others) or 'nothing'}")
-    # a list that repeats one small tensor could ask for any memory
-    check_expanded(path, items)
-    return {name: value for name, value in items.items() if numel_of(value)}
+def _of_step(path: Path, key: str, step: Any) -> Contents:
+    """Return what one step of a list holds, as of a file of its own."""
+    if isinstance(step, list | tuple):
+        step = {str(i): value for i, value in enumerate(step)}
+    _, tensors, left_out = dictionary_of(path, step, key)
+    return gradients_of(path, key, tensors, {}, left_out)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -355,12 +350,11 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no index needs")
 
 
-def _load_dcp(folder: Path) -> Contents:
+def _load_dcp(folder: Path, key: str) -> Contents:
     """Read the tensors of a DCP checkpoint, without a process group."""
-    import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
     # DCP would unpickle the index itself, with any class in it
@@ -374,33 +368,23 @@ def _load_dcp(folder: Path) -> Contents:
         if not isinstance(index, Metadata):
             raise InputError(f"{folder} is no checkpoint of DCP: its index is another thing")
         about: Metadata = index
-        items = about.state_dict_metadata.items()
-        tensors = {n: m for n, m in items if isinstance(m, TensorStorageMetadata)}
-        # the index is not trusted: nothing larger than the files on the disk may be allocated
-        held = sum(file.stat().st_size for file in folder.glob("*.distcp"))
-        asked = [
-            math.prod(m.size) * m.properties.dtype.itemsize
-            for m in tensors.values()
-            if m.properties.dtype.is_floating_point
-        ]
-        # a negative size would offset another tensor's in the sum
-        if min(asked, default=0) < 0 or sum(asked) > held:
-            raise InputError(f"{folder}: its index says more than its files hold")
         # DCP joins these names to the folder: none may lead out of it
         for place in (index.storage_data or {}).values():
             name = place.relative_path
             if Path(name).name != name or (folder / name).is_symlink():
                 raise InputError(f"{folder}: its index names a file that is not in it")
-        arrays: dict[str, Any] = {
-            # DCP reads into tensors that exist, and asks for what they are
-            n: torch.empty(m.size, dtype=m.properties.dtype)
-            for n, m in tensors.items()
-            if m.properties.dtype.is_floating_point
-        }
-        if not arrays:
-            raise InputError(f"{folder} holds no tensors of floating point")
+        outer, tensors, left_out = dictionary_of(folder, _state_of(folder, index), key)
         # no_dist: within a process group DCP would wait for the other ranks
-        load(arrays, storage_reader=Reader(folder), no_dist=True)
+        with warnings.catch_warnings():
+            # torch warns of no_dist even where it was asked for
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled, unavailable or", UserWarning
+            )
+            load(
+                {f"{outer}.{n}" if outer else n: tensor for n, tensor in tensors.items()},
+                storage_reader=Reader(folder),
+                no_dist=True,
+            )
     except GradstatsError:
         raise
     except CheckpointException as problem:  # which is no Exception
@@ -408,6 +392,42 @@ def _load_dcp(folder: Path) -> Contents:
         raise InputError(f"cannot read {folder}: {first_line(cause)}") from None
     except Exception as error:
         raise InputError(f"cannot read {folder}: {first_line(error)}") from None
-    left_out = [name for name, _ in items if name not in arrays]
-    remark = f"left out of {folder.name}, as no gradients: {some(left_out)}" if left_out else ""
-    return Contents(arrays, {}, remark)
+    return gradients_of(folder, key, tensors, {}, left_out)
+
+
+def _state_of(folder: Path, index: Any) -> dict[str, Any]:
+    """Return the state dict of a DCP checkpoint, its tensors not yet read; ``...`` is what is no tensor."""
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    items = index.state_dict_metadata.items()
+    asked = [
+        math.prod(m.size) * m.properties.dtype.itemsize
+        for _, m in items
+        if isinstance(m, TensorStorageMetadata)
+    ]
+    # the index is not trusted: nothing larger than the files on the disk may be allocated
+    held = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    # a negative size would offset another tensor's in the sum
+    if min(asked, default=0) < 0 or sum(asked) > held:
+        raise InputError(f"{folder}: its index says more than its files hold")
+    # the keys that DCP has joined to a name, which may have dots of their own
+    paths = index.planner_data if isinstance(index.planner_data, dict) else {}
+    state: dict[str, Any] = {}
+    for name, m in items:
+        path = paths.get(name)
+        # another program's planner may keep something else there
+        if not isinstance(path, tuple) or ".".join(map(str, path)) != name:
+            path = (name,)
+        inner = state
+        for key, below in pairwise(path):
+            # a number is a place in a list, of which torch.save's files are not read either
+            if isinstance(below, int):
+                inner[key] = []
+                break
+            inner = inner.setdefault(key, {})
+        else:
+            # DCP reads into tensors that exist, and asks for what they are
+            is_tensor = isinstance(m, TensorStorageMetadata)
+            inner[path[-1]] = torch.empty(m.size, dtype=m.properties.dtype) if is_tensor else ...
+    return state

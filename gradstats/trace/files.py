@@ -25,8 +25,9 @@ __all__ = [
     "READ",
     "SUFFIXES",
     "Contents",
-    "check_expanded",
+    "dictionary_of",
     "file_and_key",
+    "gradients_of",
     "load_torch",
     "read_file",
     "some",
@@ -77,18 +78,19 @@ def suffix_of(path: Path) -> str:
 
 
 def file_and_key(path: Path) -> tuple[Path, str]:
-    """Split ``checkpoint.pt:model`` into the file and the name of what in it is meant.
+    """Split ``checkpoint.pt:model`` or ``folder:model`` into the place and the name of what in it is meant.
 
     Parameters
     ----------
     path : Path
         What the user gave.
     """
-    file, colon, key = str(path).rpartition(":")
-    # a file whose own name has a colon is meant as it is
-    if colon and suffix_of(Path(file)) in NESTED and not path.exists():
-        return Path(file), key
-    return path, ""
+    place, _, key = str(path).rpartition(":")
+    # what has a colon in its own name is meant as it is
+    if not place or path.exists():
+        return path, ""
+    named = suffix_of(Path(place)) in NESTED or Path(place).is_dir()
+    return (Path(place), key) if named else (path, "")
 
 
 def some(values: Iterable[Any]) -> str:
@@ -135,17 +137,41 @@ def read_file(path: Path, key: str = "") -> Contents:
         raise
     except Exception as error:  # each format has its own errors for a damaged file
         raise InputError(f"cannot read {path}: {first_line(error)}") from None
-    return _gradients(path, key, arrays, about, left_out)
+    return gradients_of(path, key, arrays, about, left_out)
 
 
-def _gradients(
+def gradients_of(
     path: Path,
     key: str,
     arrays: dict[str, Any],
     about: Mapping[str, str],
     left_out: list[str],
 ) -> Contents:
-    """Return the arrays that can be a gradient, by their plain names."""
+    """Return the arrays that can be a gradient, by their plain names.
+
+    Parameters
+    ----------
+    path : Path
+        Where they lie, for errors and the remark.
+    key : str
+        Name of the dictionary in it, or empty.
+    arrays : dict of str to array
+        All arrays.
+    about : mapping of str to str
+        Metadata of the file.
+    left_out : list of str
+        What is no array, for the remark.
+
+    Returns
+    -------
+    Contents
+        The arrays, and a remark on what was left out.
+
+    Raises
+    ------
+    InputError
+        If there are no elements, two names are one layer's, or the numbers are quantised.
+    """
     empty = [name for name, array in arrays.items() if not numel_of(array)]
     arrays = {name: array for name, array in arrays.items() if name not in empty}
     if not arrays:
@@ -261,21 +287,8 @@ def _check_packed(path: Path, members: Iterable[zipfile.ZipInfo]) -> None:
             )
 
 
-def check_expanded(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Refuse tensors that repeat the few elements which a file holds, as ``expand`` does, into very many.
-
-    Parameters
-    ----------
-    path : Path
-        The file, for an error.
-    tensors : mapping of str to object
-        What it holds; only tensors of torch are looked at.
-
-    Raises
-    ------
-    InputError
-        If there is such a tensor.
-    """
+def _check_expanded(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Refuse tensors that repeat the few elements which a file holds, as ``expand`` does, into very many."""
     import torch
 
     total = 0
@@ -364,26 +377,62 @@ def _load_torch(path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
             f"{path} holds a list of {len(loaded)}, of layers or of steps: gradstats import {path} --out NAME.zarr "
             "makes a trace of it"
         )
+    _, tensors, left_out = dictionary_of(path, loaded, key)
+    return tensors, left_out
+
+
+def dictionary_of(path: Path, loaded: Any, key: str) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the tensors that are meant in what a file holds, which may be dictionaries in a dictionary.
+
+    Parameters
+    ----------
+    path : Path
+        Where it lies, for errors.
+    loaded : object
+        What it holds.
+    key : str
+        Name of the dictionary that is meant; ``.`` is the outermost, and an empty key means the only one.
+
+    Returns
+    -------
+    name : str
+        Name of the dictionary; that of the outermost is empty.
+    tensors : dict of str to torch.Tensor
+        Its tensors.
+    left_out : list of str
+        What else there is.
+
+    Raises
+    ------
+    InputError
+        If there are none, or several and no key.
+    """
     inner = dict(_nested(loaded))
     if key:
-        wanted = "" if key == "." else key
-        if wanted not in inner:
+        name = "" if key == "." else key
+        if name not in inner:
             raise unknown(f"dictionary of tensors in {path}", key, [n or "." for n in inner])
-        check_expanded(path, inner[wanted][0])
-        return inner[wanted]
-    if not inner:
+    elif not inner:
         raise InputError(
             f"{path} holds neither a tensor nor a dictionary of tensors; save one of these"
         )
-    # the outermost dictionary alone needs no name
-    if list(inner) != [""]:
-        offered = ", ".join(
-            f"{path}:{name or '.'} ({len(t)} tensor{'s' * (len(t) != 1)})"
-            for name, (t, _) in [*inner.items()][:5]
-        )
-        raise InputError(f"{path} holds its tensors in dictionaries; give one of them: {offered}")
-    check_expanded(path, inner[""][0])
-    return inner[""]
+    else:
+        name = next(iter(inner))
+        # a single one that is no deeper than one level needs no name
+        if len(inner) > 1 or (name and name not in loaded):
+            offered = ", ".join(
+                f"{path}:{name or '.'} ({len(t)} tensor{'s' * (len(t) != 1)})"
+                for name, (t, _) in [*inner.items()][:5]
+            )
+            raise InputError(
+                f"{path} holds its tensors in dictionaries; give one of them: {offered}"
+            )
+        # nobody chose it by a key: what lies beside it is said
+        if name:
+            inner[name][1].extend(f"{k} ({_what(v)})" for k, v in loaded.items() if k != name)
+    tensors, left_out = inner[name]
+    _check_expanded(path, tensors)
+    return name, tensors, left_out
 
 
 def _nested(
@@ -410,5 +459,7 @@ def _nested(
 
 
 def _what(value: Any) -> str:
-    """Return what something is that is no tensor."""
+    """Return what something is that is no tensor; of ``...`` only this is known."""
+    if value is ...:
+        return "no tensor"
     return "None" if value is None else f"a {type(value).__name__}"

@@ -296,17 +296,19 @@ def open_source(source: object) -> Source:
         )
     path = local(source)
     try:
-        folder, file = path.is_dir(), path.is_file()
+        place, key = file_and_key(path)
+        folder, file = place.is_dir(), path.is_file()
     except (OSError, ValueError) as error:  # a name too long, a null character
         raise InputError(
             f"no path of a source: {shown(str(source))}: {first_line(error)[:80]}"
         ) from None
     # whatever is not named like a gradient file is a trace, or an error about one
-    if folder or suffix_of(file_and_key(path)[0]) not in READ:
+    if folder or suffix_of(place) not in READ:
         if file:
             raise InputError(f"{path}: not a trace, nor one of {', '.join(SUFFIXES)}")
-        if folder and _is_folder_of_dumps(path):
-            return Dumps(dumps_of([path]), path.resolve().name)
+        if folder and _is_folder_of_dumps(place):
+            name = place.resolve().name
+            return Dumps(dumps_of([path]), f"{name}:{key}" if key else name)
         return TraceSource(open_trace(path))
     return opened(path)
 

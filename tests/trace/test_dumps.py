@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import tracemalloc
+import warnings
 from pathlib import PosixPath
 
 import numpy as np
@@ -128,9 +129,127 @@ def test_sharded_safetensors_and_dcp(tmp_path):
 
     dcp.save({"model": step(7), "epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     (source,) = open_sources(tmp_path / "dcp")
-    assert [la.name for la in source.layers] == ["model.fc.weight", "model.fc.bias"]
+    assert [la.name for la in source.layers] == ["fc.weight", "fc.bias"]
     assert np.array_equal(source.read(0, "gradient", 0).values, flat(step(7)))
     assert "epoch" in source.remark
+
+
+W = torch.linspace(-1, 1, 12)
+BUFFERS = {
+    "module.fc.weight": W,
+    "module.bn.running_var": 1000 * W,
+    "module.bn.num_batches_tracked": torch.tensor(3),
+    "none": torch.empty(0),
+    "loss": torch.tensor(2.5),
+}
+MODEL_AND_OPTIMIZER = {"model": BUFFERS, "optim": {"state": {"fc.weight": {"exp_avg": W}}}}
+
+
+def outcome(path):
+    """Return what is imported from a path, or the error, without its name."""
+    try:
+        source = Dumps(dumps_of([path]), "x")
+    except InputError as error:
+        return str(error).replace(str(path), "PATH")
+    values = source.read(0, "gradient", 0).values.tolist()
+    return source.layers, values, source.remark.replace(f"of {path.name}", "of NAME")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_is_read_like_a_file_of_the_same_state_dict(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    cases = {
+        "buffers": BUFFERS,
+        "duplicates": {"module.w": W, "w": W},
+        "dictionaries": MODEL_AND_OPTIMIZER,
+        "one": {"model": BUFFERS, "lists": [W, W]},
+        "dots": {"model.w": W, "optim.w": W},
+        "beside": {"model": {"w": W}, "loss": torch.tensor(2.5)},
+        "list": {"w": W, "more": [W, W]},
+        "whole": {"w": torch.arange(3)},
+        "complex": {"w": torch.complex(W, W), "b": W},
+    }
+    got = {}
+    for name, state in cases.items():
+        torch.save(state, tmp_path / f"{name}.pt")
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+        got[name] = outcome(tmp_path / name)
+        assert got[name] == outcome(tmp_path / f"{name}.pt"), name
+    layers, values, remark = got["buffers"]
+    assert [la.name for la in layers] == ["fc.weight"]
+    assert values == W.tolist()
+    assert remark == (
+        "left out of NAME, as no gradients: loss (a single number), module.bn.num_batches_tracked, "
+        "module.bn.running_var, none (empty)"
+    )
+    assert "one layer" in got["duplicates"]
+    assert "give one of them: PATH:model (5 tensors), PATH:optim.state" in got["dictionaries"]
+    assert got["one"][:2] == got["buffers"][:2]
+    assert "lists (a list)" in got["one"][2]
+    assert [la.name for la in got["dots"][0]] == ["model.w", "optim.w"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_dictionary_is_chosen_in_every_checkpoint_of_a_folder(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    for i in (1, 2):
+        state = {"model": step(i), "optim": step(10 + i)}
+        torch.save(state, tmp_path / f"step_{i}.pt")
+        dcp.save(state, checkpoint_id=tmp_path / "runs" / f"step_{i + 2}", no_dist=True)
+    one = open_source(f"{tmp_path}/runs/step_3:optim")
+    assert one.name == "step_3:optim"
+    assert np.array_equal(one.read(0, "gradient", 3).values, flat(step(11)))
+    with pytest.raises(InputError, match=r"'modle'; there are model, optim; did you mean model"):
+        open_source(f"{tmp_path}/runs/step_3:modle")
+    for i, folder in ((1, tmp_path), (3, tmp_path / "runs")):
+        with pytest.raises(
+            InputError, match=rf"give one of them: .*step_{i}\S*:model \(2 tensors\)"
+        ):
+            open_source(folder)
+        source = open_source(f"{folder}/:model")
+        assert source.name == f"{folder.name}:model"
+        assert [s for _, _, s in source.entries()] == [i, i + 1]
+        assert np.array_equal(source.read(0, "gradient", i + 1).values, flat(step(2)))
+    torch.save([state, state], tmp_path / "list.pt")
+    done = run("import", tmp_path / "list.pt:optim", "--out", tmp_path / "list.zarr")
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(open_trace(tmp_path / "list.zarr").read(1), flat(step(12)))
+    np.savez(tmp_path / "runs" / "step_0.npz", w=W)
+    with pytest.raises(InputError, match=r"step_0.npz holds no dictionaries: leave out :model"):
+        open_source(f"{tmp_path}/runs:model")
+
+
+def test_a_step_of_a_list_is_read_like_a_file(tmp_path):
+    (tmp_path / "lists").mkdir()
+    for name, state in {
+        "buffers": BUFFERS,
+        "none": {"w": W, "bias": None},
+        "duplicates": {"module.w": W, "w": W},
+        "whole": {"w": torch.arange(3)},
+        "several": {"model": {"w": W}, "optim": {"w": W}},
+    }.items():
+        torch.save(state, tmp_path / f"{name}.pt")
+        torch.save([state], tmp_path / "lists" / f"{name}.pt")
+        both = [outcome(folder / f"{name}.pt") for folder in (tmp_path, tmp_path / "lists")]
+        assert both[0] == both[1], name
+    # of layers, too
+    torch.save([W, torch.tensor(3), torch.ones(2)], tmp_path / "layers.pt")
+    source = Dumps(dumps_of([tmp_path / "layers.pt"]), "x")
+    assert [la.name for la in source.layers] == ["0", "2"]
+    assert source.remark == "left out of layers.pt, as no gradients: 1"
+
+
+def test_reading_dcp_warns_of_no_process_group_no_more(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    with pytest.warns(UserWarning, match=r"torch.distributed is disabled"):
+        dcp.save(step(0), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        open_source(tmp_path / "dcp")
+    assert not [w for w in caught if "torch.distributed" in str(w.message)]
 
 
 def test_the_index_of_dcp_runs_nothing(tmp_path):
