@@ -27,6 +27,7 @@ from gradstats.statistics.laws import LawName
 from gradstats.statistics.laws.choice import chosen, law_of
 from gradstats.statistics.laws.law import Method
 from gradstats.statistics.resampling import add_holm
+from gradstats.statistics.series import incomplete_steps, steps_of_all_ranks, unit_root_p
 from gradstats.statistics.slopes import slope, uneven_slope
 from gradstats.statistics.solution import FitError
 from gradstats.tables import Drift, Records
@@ -377,8 +378,9 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
     """Quantify how a run's quantities move, which a warm-started threshold relies on.
 
     Positive quantities are followed on a logarithmic scale, so that slopes and changes are relative. The mean over
-    ranks is the series. Low and high come from the dispersion over ranks and steps: standard errors of a fit take
-    elements as independent, and are much too small.
+    ranks is the series, over the steps at which every rank that has the quantity at all has a number: with steps of
+    fewer ranks, a rank that ends early would be a trend. Low and high come from the dispersion over ranks and steps:
+    standard errors of a fit take elements as independent, and are much too small.
 
     Tests of short or slowly moving series reject too often. At 5 %, `kpss_p` rejects a stationary series in 14 % of 20
     steps of white noise and 37 % of 400 steps at an autocorrelation of 0.9; `adf_p` rejects a random walk in 19, 12, 8
@@ -395,9 +397,10 @@ def drift_records(dataset: xarray.Dataset, quantities: Sequence[str] = ()) -> Re
     -------
     Records
         trace, quantity (with its ratio or model), kind, layer; n (steps); without, captured steps that have no such
-        number, as one of NaN has no mean (0 without ``captured``); spacing, the most common distance between steps;
-        mean, low, high: over ranks and steps, low to high holds 90 % (``spread`` says where it is the range of
-        fewer than 20 values); slope, slope_low, slope_high: change per 100 steps by least squares and its 95 %
+        number, as one of NaN has no mean (0 without ``captured``); incomplete, steps that are left out altogether, as
+        a rank lacks them or has no such number there; spacing, the most common distance between steps; mean, low,
+        high: over ranks and steps, low to high holds 90 % (``spread`` says where it is the range of fewer than 20
+        values); slope, slope_low, slope_high: change per 100 steps by least squares and its 95 %
         interval, relative (0.1 is 10 %) where `relative`, without an interval where the residuals are near a unit root;
         slope_p, p of no slope; slope_p_holm, the same corrected for the number of layers, models and ratios of the
         quantity and kind (Holm 1979); acf1, the autocorrelation of lag one; adf_p, p of a unit root (small: it
@@ -442,26 +445,29 @@ def _drift(
     steps: NDArray[np.int64], values: NDArray[np.float64], captured: NDArray[np.bool_]
 ) -> dict[str, Any]:
     """Describe one quantity, whose values are by step and rank."""
-    finite = values[np.isfinite(values)]
-    known = np.isfinite(values).any(axis=1)
+    finite, whole = np.isfinite(values), steps_of_all_ranks(values)
+    known = np.any(finite, axis=1)
+    # a rank that has no such number at any step is none of those looked at
+    used = values[whole][:, np.any(finite, axis=0)]
     # ranks of a step share its weights, so they are averaged before time is looked at
-    series = np.array([np.mean(row[np.isfinite(row)]) for row in values[known]])
-    at = steps[known].astype(np.float64)
+    series = used.mean(axis=1) if used.size else used.ravel()
+    at = steps[whole].astype(np.float64)
     # logarithms are taken of all values or of none
     relative = bool((series > 0).all())
-    low, high = inner_90(finite) if finite.size else (math.nan,) * 2
+    low, high = inner_90(used.ravel()) if used.size else (math.nan,) * 2
     # of equally common distances the smallest, as np.unique sorts them
     gaps, times = np.unique(np.diff(at), return_counts=True)
     spacing = float(gaps[times.argmax()]) if gaps.size else math.nan
     record: dict[str, Any] = {
         "n": series.size,
         "without": int(np.count_nonzero(captured.any(axis=1) & ~known)),
+        "incomplete": int(incomplete_steps(values)),
         "spacing": spacing,
         "relative": relative,
-        "mean": float(finite.mean()) if finite.size else math.nan,
+        "mean": float(used.mean()) if used.size else math.nan,
         "low": low,
         "high": high,
-        "spread": spread_of(finite.size),
+        "spread": spread_of(used.size),
     }
     return record | _trend(at, np.log(series) if relative else series, spacing, relative)
 
@@ -474,7 +480,7 @@ def _trend(
     # a constant series has no variance but rounding, by which the tests divide; that of logarithms is absolute
     if y.size < FEWEST_STEPS or np.ptp(y) <= 1e-12 * (1.0 if relative else np.abs(y).max()):
         return result
-    from statsmodels.tsa.stattools import acf, adfuller, kpss
+    from statsmodels.tsa.stattools import acf, kpss
 
     # successive changes are comparable only over the same distance
     even = np.diff(at) == spacing
@@ -501,8 +507,7 @@ def _trend(
             # both tests warn where p lies beyond their tables; they then return the table's end
             warnings.simplefilter("ignore")
             # around a line: a series that falls steadily is no random walk
-            test = adfuller(y, regression="ct", autolag="AIC", result_object=False)
-            result["adf_p"] = float(test[1])
+            result["adf_p"] = unit_root_p(y)
             test = kpss(y, regression="ct", nlags="auto", result_object=False)
             result["kpss_p"] = float(test[1])
     return result

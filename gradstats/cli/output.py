@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from gradstats.trace.sources import Source
 
 __all__ = [
-    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "note", "note_statuses"),
+    *("MOST_ROWS", "Records", "Table", "analyse", "emit", "note"),
+    *("note_incomplete", "note_statuses"),
     *("one_by_one", "user_options", "worst_first"),
 ]
 
@@ -194,6 +195,23 @@ def note(text: str) -> None:
     text = "\n".join(map(visible, text.split("\n")))  # names of files and layers are in it
     # one line where it is not for eyes; a path stays whole
     console.print(text, soft_wrap=not console.is_terminal, overflow="ignore", crop=False)
+
+
+def note_incomplete(counts: Sequence[int]) -> None:
+    """Say how many steps are left out, as not all ranks have them.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Steps that each row or line leaves out.
+    """
+    if most := max(counts, default=0):
+        up_to = "" if len({*counts}) == 1 else "up to "
+        are, it = ("step is", "it") if most == 1 else ("steps are", "them")
+        note(
+            f"{up_to}{most} {are} left out, as a rank lacks {it} or has no such number there: name ranks that hold "
+            f"{it} with --rank"
+        )
 
 
 def note_statuses(records: Sequence[dict[str, Any]], format: str, label: str) -> None:

@@ -23,7 +23,7 @@ from gradstats.cli.options import (
     models_of,
     one_of,
 )
-from gradstats.cli.output import Records, analyse, note
+from gradstats.cli.output import Records, analyse, note, note_incomplete
 from gradstats.errors import InputError
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ def _training(
 ) -> Drawing:
     from gradstats.analysis.drift import dataset_of
     from gradstats.statistics.pot.peaks import MODEL
+    from gradstats.statistics.series import incomplete_steps
     from gradstats.trace.sources import Subset
 
     source = _only(sources)
@@ -194,6 +195,9 @@ def _training(
     else:
         data = data.isel({d: 0 for d in ("model", "ratio") if d in data.dims})
     layer = "" if per_layer else f", {data['layer'].item()}"
+    if not per_layer:
+        values = data[quantity].transpose(..., "step", "rank").values
+        note_incomplete(incomplete_steps(values).ravel().tolist())
     return (data, quantity), {}, f"{source.name}, {data['kind'].item()}{layer}"
 
 

@@ -35,6 +35,7 @@ from gradstats.cli.output import (
     Table,
     analyse,
     note,
+    note_incomplete,
     note_statuses,
     one_by_one,
     user_options,
@@ -518,12 +519,15 @@ def drift(  # numpydoc ignore=PR01
         f"{trace}, " * several + f"{k}: {movement(r)}" for (trace, k), r in reversed(firsts.items())
     ]
     DRIFT.emit(records, format, output, answers)
+    if format != "table":
+        return
+    note_incomplete([r["incomplete"] for r in records])
     few = [r for r in records if r["n"] < drift.FEWEST_STEPS]
-    if format != "table" or not few:
+    if not few:
         return
     take = f"Trend, autocorrelation and change take {drift.FEWEST_STEPS} steps, and "
     # steps without such a number, as of a layer of zeros, were captured all the same
-    captured = max(r["n"] + r["without"] for r in records)
+    captured = max(r["n"] + r["without"] + r["incomplete"] for r in records)
     if captured < drift.FEWEST_STEPS:
         note(
             f"{take}here are {captured}: capture sketches of every step (gradstats capture --store sketches --every 1)."

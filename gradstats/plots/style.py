@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -11,14 +12,16 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import (
+    Locator,
     LogFormatter,
     LogLocator,
+    MaxNLocator,
     NullFormatter,
     ScalarFormatter,
     StrMethodFormatter,
 )
 from matplotlib.transforms import ScaledTranslation
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gradstats.primitives.sketch import Magnitudes
 from gradstats.statistics.laws import LAWS
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 __all__ = [
+    "FEW_POINTS",
     "HATCHES",
     "LINES",
     "MARKERS",
@@ -39,7 +43,9 @@ __all__ = [
     "legend_below",
     "legend_beside",
     "log_ranks",
+    "lone",
     "look_of",
+    "marked",
     "next_colour",
     "plain_log",
     "png",
@@ -88,7 +94,13 @@ _OTHERS = (
     "dense-fp8",
 )
 """Compressors that are no rules, which are above this room: their places in the palette."""
+FEW_POINTS = 30
+"""Points from which on a line shows its course without markers."""
 _MOST_POINTS = 2000
+_NAMES_AN_INCH = 6
+"""Lines of a legend that an inch holds."""
+_LONGEST = 40
+"""Characters of a name in a legend beside the axes."""
 _BELOW = 32
 """Points that ticks and label of an axis take."""
 
@@ -138,6 +150,44 @@ def look_of(name: str) -> dict[str, Any]:
     }
 
 
+def marked(values: ArrayLike, marker: str = "o") -> dict[str, Any]:
+    """Return the markers of a line: on every point of a short one, else on points that no line would reach.
+
+    Parameters
+    ----------
+    values : array_like, shape (n,)
+        Values of the line, not finite where it has a gap.
+    marker : str, optional
+        Marker.
+
+    Returns
+    -------
+    dict
+        ``marker`` and ``markevery`` of :meth:`matplotlib.axes.Axes.plot`.
+    """
+    if np.size(values) < FEW_POINTS:
+        return {"marker": marker, "markevery": None}
+    alone = lone(values).tolist()
+    return {"marker": marker if alone else "", "markevery": alone or None}
+
+
+def lone(values: ArrayLike) -> NDArray[np.int64]:
+    """Return the places of the finite values without a finite neighbour, which neither a line nor a band shows.
+
+    Parameters
+    ----------
+    values : array_like, shape (n,)
+        Values of a line, not finite where it has a gap.
+
+    Returns
+    -------
+    ndarray of int64
+        Places, ascending.
+    """
+    known = np.pad(np.isfinite(np.asarray(values, float)), 1)
+    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
+
+
 def next_colour(ax: Axes) -> tuple[float, float, float]:
     """Return a colour that no labelled line of the axes has yet.
 
@@ -158,12 +208,24 @@ def next_colour(ax: Axes) -> tuple[float, float, float]:
 def legend_beside(ax: Axes) -> None:
     """Put the legend at the right of the axes, where it covers nothing.
 
+    It has the columns that its height takes, and long names without their middle: it would leave no room for the axes.
+
     Parameters
     ----------
     ax : matplotlib.axes.Axes
         Axes with labelled artists.
     """
-    ax.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    handles, labels = ax.get_legend_handles_labels()
+    # as high as the axes are now: the layout is made only when the figure is drawn
+    height = ax.get_window_extent().height / ax.figure.dpi  # inches
+    columns = max(1, math.ceil(len(labels) / max(height * _NAMES_AN_INCH, 1)))
+    ax.legend(handles, [_shortened(label) for label in labels], fontsize="small", loc="center left",
+              bbox_to_anchor=(1, 0.5), frameon=False, ncols=columns, columnspacing=1)  # fmt: skip
+
+
+def _shortened(name: str) -> str:
+    half = _LONGEST // 2
+    return name if len(name) <= _LONGEST else f"{name[:half]}…{name[1 - half :]}"
 
 
 def legend_below(ax: Axes) -> None:
@@ -241,7 +303,13 @@ def plain_log(axis: Axis) -> None:
     if low <= 0:  # nothing drawn
         return
     # less than two and a half decades have room for labels between powers of ten
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    locator: Locator = LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,))
+    powers = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = np.outer(powers, (1, 2, 5))
+    # with fewer than two of them matplotlib has as many ticks as a linear axis, whose longer numbers overlap
+    if np.count_nonzero((ticks >= low) & (ticks <= high)) < 2:
+        locator = MaxNLocator(4)
+    axis.set_major_locator(locator)
     axis.set_major_formatter("{x:g}")
     # minor ticks would be labelled between
     axis.set_minor_formatter(NullFormatter())

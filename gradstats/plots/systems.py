@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ from gradstats.plots.style import (
     legend_below,
     legend_beside,
     look_of,
+    marked,
     plain_log,
     tidy,
 )
@@ -52,6 +54,11 @@ _SPENT = {
 }
 
 
+def _having(records: Iterable[Mapping[str, Any]], field: str) -> list[Mapping[str, Any]]:
+    """Return the records that have a number in a field: not None or NaN, as of steps that were not diagnosed."""
+    return [r for r in records if r[field] is not None and not math.isnan(r[field])]
+
+
 def _distinct(records: Iterable[Mapping[str, Any]], field: str) -> list[Any]:
     return list(dict.fromkeys(r[field] for r in records))
 
@@ -77,8 +84,8 @@ def _bands(records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes) 
         across = np.array([[float(seed[i][value]) for i in points] for seed in seeds])
         # seeds do not take the same time to a point: the mean place
         where = np.mean([[float(seed[i][at]) for i in points] for seed in seeds], axis=0)
-        look = look_of(name) | {"marker": ""}
-        ax.plot(where, across.mean(axis=0), lw=1.5, label=name, **look)
+        look, middle = look_of(name), across.mean(axis=0)
+        ax.plot(where, middle, lw=1.5, ms=3, label=name, **look | marked(middle, look["marker"]))
         if len(seeds) > 1:
             ax.fill_between(
                 where, across.min(axis=0), across.max(axis=0), color=look["color"], alpha=0.15, lw=0
@@ -156,10 +163,12 @@ def training_curves(
 def _lines(
     records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes, marker: bool
 ) -> None:
-    """Draw one line per compressor."""
+    """Draw one line per compressor, with markers at all points or only where there are few."""
     for name in _distinct(records, "compressor"):
-        look = look_of(name) if marker else look_of(name) | {"marker": ""}
-        ax.plot(*_means(records, name, at, value), ms=5, label=name, **look)
+        look, (where, means) = look_of(name), _means(records, name, at, value)
+        if not marker:
+            look |= {"ms": 4, **marked(means, look["marker"])}
+        ax.plot(where, means, label=name, **{"ms": 5} | look)
 
 
 def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | None = None) -> Axes:
@@ -169,7 +178,7 @@ def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
     ----------
     records : sequence of mapping
         Records with compressor, nproc and build_up (union of the selections ÷ k). Several of a compressor and nproc are
-        averaged.
+        averaged, those without a number left out.
     ax : matplotlib.axes.Axes
         Axes to draw on.
     title : str, optional
@@ -180,6 +189,7 @@ def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
     matplotlib.axes.Axes
         The axes given.
     """
+    records = _having(records, "build_up")
     _lines(records, "nproc", "build_up", ax, marker=True)
     ranks = sorted(_distinct(records, "nproc"))
     # without overlap n ranks send n·k elements
@@ -190,7 +200,7 @@ def build_up(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | Non
     # ticks between whole numbers of ranks mean nothing
     ax.xaxis.set_minor_locator(NullLocator())
     plain_log(ax.yaxis)
-    ax.legend(fontsize="small")
+    legend_beside(ax)
     return tidy(ax, title)
 
 
@@ -200,7 +210,7 @@ def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     Parameters
     ----------
     records : sequence of mapping
-        Records with layer, step and delta.
+        Records with layer, step and delta; those without a number are left out.
     ax : matplotlib.axes.Axes
         Axes to draw on.
     title : str, optional
@@ -211,20 +221,26 @@ def lags_delta(records: Sequence[Mapping[str, Any]], ax: Axes, *, title: str | N
     matplotlib.axes.Axes
         The axes given.
     """
+    # one NaN would be the median of its step, and the largest
+    records = _having(records, "delta")
     layers = _distinct(records, "layer")
     few = len(layers) <= _FEW_LAYERS
     for i, layer in enumerate(layers):
         points = sorted((r["step"], r["delta"]) for r in records if r["layer"] == layer)
         # one entry in the legend stands for all grey lines
-        style: dict[str, Any] = {"color": "0.6", "lw": 0.7, "label": "_" if i else "each layer"}
+        style: dict[str, Any] = {"color": "0.6", "lw": 0.7, "ms": 1.5}
+        style["label"] = "_" if i else "each layer"
         if few:
-            style = {"color": PALETTE[i], "ls": ("-", *LINES)[i % 5], "label": layer}
-        ax.plot(*zip(*points, strict=True), **style)
+            style = {"color": PALETTE[i], "ls": ("-", *LINES)[i % 5], "ms": 4, "label": layer}
+        where, values = zip(*points, strict=True)
+        ax.plot(where, values, **marked(values), **style)
     if layers and not few:
         steps = sorted(_distinct(records, "step"))
         at = [[r["delta"] for r in records if r["step"] == step] for step in steps]
-        ax.plot(steps, [max(v) for v in at], color=PALETTE[1], lw=1.5, ls="--", label="largest")
-        ax.plot(steps, [np.median(v) for v in at], color=PALETTE[0], lw=2, label="median")
+        dots: dict[str, Any] = {"ms": 4, **marked(steps)}
+        largest, median = [max(v) for v in at], [np.median(v) for v in at]
+        ax.plot(steps, largest, color=PALETTE[1], lw=1.5, ls="--", label="largest", **dots)
+        ax.plot(steps, median, color=PALETTE[0], lw=2, label="median", **dots)
     beyond = sum(r["delta"] > 1 for r in records)
     label = f"assumption fails: {beyond} of {len(records)}"
     ax.axhline(1, color="black", lw=1)
@@ -245,7 +261,7 @@ def matching_rate(
     Parameters
     ----------
     records : sequence of mapping
-        Records with compressor, step and matching_rate, in [0, 1].
+        Records with compressor, step and matching_rate, in [0, 1]; those without a number are left out.
     ax : matplotlib.axes.Axes
         Axes to draw on.
     title : str, optional
@@ -256,9 +272,11 @@ def matching_rate(
     matplotlib.axes.Axes
         The axes given.
     """
-    _lines(records, "step", "matching_rate", ax, marker=False)
+    _lines(_having(records, "matching_rate"), "step", "matching_rate", ax, marker=False)
+    # room for the coin's line, and for all that is below
+    low = min(0.4, ax.dataLim.y0 - 0.02)
     ax.axhline(0.5, color="0.3", lw=0.8, label="a coin")
-    ax.set(xlabel="step", ylabel="share of matching signs", ylim=(0.4, 1.02))
+    ax.set(xlabel="step", ylabel="share of matching signs", ylim=(low, 1.02))
     ax.legend(fontsize="small")
     return tidy(ax, title)
 

@@ -10,8 +10,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradstats.errors import InputError
-from gradstats.plots.style import LINES, PALETTE, label_of, legend_below, plain_log, tidy
+from gradstats.plots.style import (
+    FEW_POINTS,
+    LINES,
+    PALETTE,
+    label_of,
+    legend_below,
+    lone,
+    marked,
+    plain_log,
+    tidy,
+)
 from gradstats.primitives.ratio import check_ratios, target_count
+from gradstats.statistics.series import steps_of_all_ranks
 from gradstats.tables import visible
 
 if TYPE_CHECKING:
@@ -93,7 +104,7 @@ def overview(
         line = [m.upper_quantile(target_count(ratio, numel)) or np.nan for m, numel in every]
         for colour, width in (("white", 3.0), ("black", 1.2)):  # legible on any ground
             label = f"largest {ratio:g}" if colour == "black" else None
-            marker = "o" if len(every) < 30 else None
+            marker = "o" if len(every) < FEW_POINTS else None
             ax.plot(at, line, style, color=colour, lw=width, marker=marker, ms=width, label=label)
     ax.set(yscale="log", xlabel="step", ylabel="magnitude |g|")
     ax.set(ylim=(edges[0], edges[-1]), xlim=(borders[0], borders[-1]))
@@ -107,6 +118,8 @@ def overview(
 
 def drift(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = None) -> Axes:
     """Draw a quantity over training: mean over ranks, and the band from the least to the largest rank.
+
+    Steps that not all ranks have are left out: a rank that ends early would move the mean.
 
     Parameters
     ----------
@@ -139,14 +152,21 @@ def drift(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = None
     values = dataset[other[0]].values if other else [None]
     for i, value in enumerate(values):
         series = array if value is None else array.sel({other[0]: value})
-        middle, ranks = series, "rank" in series.dims
-        if ranks:
+        middle, colour = series, PALETTE[i % 10]
+        if "rank" in series.dims:
+            # steps that no rank has stay gaps
+            series = series.sel(step=_of_all_ranks(series) | series.isnull().all("rank"))
             middle = series.mean("rank")
             bounds = series.min("rank"), series.max("rank")
-            ax.fill_between(series["step"], *bounds, color=PALETTE[i % 10], alpha=0.2, lw=0)
+            ax.fill_between(series["step"], *bounds, color=colour, alpha=0.2, lw=0)
+            # a band of one step has no width
+            if (alone := lone(middle)).size:
+                low, high = (bound[alone] for bound in bounds)
+                ax.vlines(series["step"][alone], low, high, color=colour, alpha=0.2, lw=4)
         label = None if value is None else label_of(str(value))
         style = ("-", *LINES)[i % 5]
-        ax.plot(middle["step"], middle, color=PALETTE[i % 10], ls=style, lw=1.2, label=label)
+        look = {"color": colour, "ls": style, "lw": 1.2, "ms": 3, **marked(middle)}
+        ax.plot(middle["step"], middle, label=label, **look)
     ax.set(xlabel="step", ylabel=_named(array))
     if float(array.min()) > 0 and float(array.max()) > 10 * float(array.min()):
         ax.set_yscale("log")
@@ -165,7 +185,7 @@ def drift_map(
     dataset : xarray.Dataset
         Data set of :func:`gradstats.over_training` by layer, with one kind, and one model or ratio, selected.
     quantity : str
-        Variable of the data set. The mean over ranks is drawn.
+        Variable of the data set. The mean over ranks is drawn, where all of them have one.
     ax : matplotlib.axes.Axes
         Axes to draw on; a colour bar is put beside them.
     relative : bool, optional
@@ -247,6 +267,7 @@ def layer_map(dataset: Dataset, quantity: str, ax: Axes, *, title: str | None = 
     # scales of layers differ by powers of ten; matplotlib refuses a log axis of zeros
     if quantity in ("mean", "rms", "max", "scale", "threshold") and any(h > 0 for h in high):
         ax.set_xscale("log")
+        plain_log(ax.xaxis)
     if quantity == "zero_fraction":
         # all shares, with room for points at the ends
         ax.set_xlim(-0.03, 1.03)
@@ -263,11 +284,23 @@ def _named(array: DataArray) -> str:
     return _long_name(array) if unit == "1" else f"{_long_name(array)} ({unit})"
 
 
+def _of_all_ranks(array: DataArray) -> DataArray:
+    """Return at which steps all ranks that have the quantity have it."""
+    from xarray import apply_ufunc
+
+    dimensions = ["step", "rank"]
+    whole: DataArray = apply_ufunc(
+        steps_of_all_ranks, array, input_core_dims=[dimensions], output_core_dims=[["step"]]
+    )
+    return whole
+
+
 def _by_layer(dataset: Dataset, quantity: str, dimensions: tuple[str, ...]) -> DataArray:
     """Return a quantity over layers and the dimensions kept, averaged over ranks if these are not kept."""
     array = dataset[quantity].sel(layer=[name for name in dataset["layer"].values if name != "all"])
     if "rank" in array.dims and "rank" not in dimensions:
-        array = array.mean("rank")
+        # else the mean of a layer would move where a rank ends
+        array = array.where(_of_all_ranks(array)).mean("rank")
     other = [str(d) for d in array.dims if d not in ("layer", *dimensions)]
     if other:
         raise InputError(

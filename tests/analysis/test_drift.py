@@ -16,6 +16,7 @@ from gradstats.errors import InputError
 from gradstats.primitives import kth_largest
 from gradstats.statistics.compressibility import compressibility
 from gradstats.statistics.goodness import goodness
+from gradstats.statistics.series import unit_root_p
 from gradstats.statistics.slopes import slope as slope_of
 from gradstats.statistics.slopes import uneven_slope
 from gradstats.trace import Layer, TraceWriter, create_trace
@@ -85,9 +86,68 @@ def test_losses_and_rates_are_those_of_each_rank(tmp_path):
     assert d["learning_rate"].sel(step=7).values == pytest.approx([0.1, 0.2])
 
 
-def test_the_mean_is_that_of_all_steps_and_ranks():
-    values = np.array([[1.0, math.nan], [1.0, 10.0]])
-    assert _drift(np.arange(2), values, np.isfinite(values))["mean"] == 4
+def test_all_numbers_are_of_the_steps_that_all_ranks_have():
+    values = np.array([[1.0, math.nan], [1.0, 10.0], [2.0, 3.0], [math.nan, math.nan]])
+    # a third rank has no such number at all, so that it makes no step incomplete
+    values = np.column_stack([values, np.full(4, math.nan)])
+    found = _drift(np.arange(4), values, np.ones((4, 3), bool))
+    assert [found[name] for name in ("n", "incomplete", "without")] == [2, 1, 1]
+    assert (found["mean"], found["spacing"]) == (4, 1)
+    said = movement(found | {"quantity": "mean"})
+    assert said.endswith(
+        ". Left out: 1 of 4 steps, which have no such number; 1 of 4 steps, which not all ranks have."
+    )
+
+
+def test_ranks_without_a_step_in_common_have_no_series():
+    values = np.full((40, 2), math.nan)
+    values[:20, 0] = values[20:, 1] = 1.0
+    found = _drift(np.arange(40), values, np.isfinite(values)) | {"quantity": "mean"}
+    assert (found["n"], found["incomplete"], found["without"]) == (0, 40, 0)
+    assert all(math.isnan(found[name]) for name in ("mean", "low", "high", "slope", "spacing"))
+    assert movement(found) == "mean: no step has such a number of all ranks"
+
+
+@every("late", [False, True])
+def test_a_rank_that_ends_early_or_begins_late_is_no_trend(late, tmp_path):
+    """Ranks of different scale without a trend: of the mean over whichever are there, it would be 0.5 or 2."""
+    rng, path = np.random.default_rng(31), tmp_path / f"{late}.zarr"
+    create_trace(path, [Layer("w", 0, (50,))], world_size=2)
+    for rank, steps in enumerate((range(60), range(30, 60) if late else range(30))):
+        writer = TraceWriter(path, rank)
+        for step in steps:
+            size = (1 + 2 * rank) * math.exp(0.1 * rng.standard_normal())
+            writer.append(step, {"gradient": np.full(50, size, np.float32)})
+        writer.close()
+    (found,) = drift(path, ["mean"])
+    assert (found["n"], found["incomplete"], found["without"]) == (30, 30, 0)
+    assert found["total_change_low"] < 1 < found["total_change_high"]
+    assert found["slope_p"] > 0.05
+    # each rank by itself has all of its steps
+    assert [drift(path, ["mean"], ranks=[r])[0]["incomplete"] for r in (0, 1)] == [0, 0]
+
+
+@every("n", [20, 21, 60, 400, 2000])
+def test_a_unit_root_is_tested_with_the_lags_that_aic_chooses(n):
+    """As statsmodels chooses them, by one regression for each."""
+    from scipy.signal import lfilter
+    from statsmodels.tsa.stattools import adfuller
+
+    rng = np.random.default_rng([32, n])
+    for memory, ma in ((0.0, 0.0), (0.9, -0.5), (1.0, 0.0), (0.5, 0.7)):
+        y = lfilter([1, ma], [1, -memory], rng.standard_normal(n)) - 7
+        expected = adfuller(y, regression="ct", autolag="AIC", result_object=False)[1]
+        assert unit_root_p(y) == expected
+
+
+def test_long_even_series_take_no_decomposition_for_each_lag(monkeypatch):
+    """48 of them took most of 2 s at 20,000 steps, and 40 s at 100,000."""
+    decomposed, svd = [], np.linalg.svd
+    monkeypatch.setattr(np.linalg, "svd", lambda *a, **k: decomposed.append(1) or svd(*a, **k))
+    values = np.exp(0.1 * np.random.default_rng(33).standard_normal((5000, 1)))
+    found = _drift(np.arange(5000), values, np.ones((5000, 1), bool))
+    assert found["adf_p"] < 0.05
+    assert len(decomposed) < 10
 
 
 def test_steps_without_a_number_are_counted(tmp_path):

@@ -490,7 +490,7 @@ def test_a_law_that_is_near_is_told_from_those_that_are_refused():
 
 
 def scale(means, **record):
-    usual = {"quantity": "mean", "n": len(means), "without": 0, "relative": True}
+    usual = {"quantity": "mean", "n": len(means), "without": 0, "incomplete": 0, "relative": True}
     usual |= dict.fromkeys(("total_change", "total_change_low", "total_change_high"), math.nan)
     usual |= dict.fromkeys(("slope", "slope_low", "slope_high"), math.nan)
     usual |= {"low": min(means), "high": max(means), "spread": spread_of(len(means))}

@@ -627,6 +627,24 @@ def test_a_layer_of_zeros_does_not_make_steps_few(tmp_path):
     assert f"{take} here are 5: capture sketches of every step" in few
 
 
+def test_steps_that_a_rank_lacks_are_said(tmp_path):
+    create_trace(path := tmp_path / "run.zarr", [Layer("a", 0, (100,))], world_size=2)
+    rng = np.random.default_rng(0)
+    for rank, steps in enumerate((25, 24)):
+        writer = TraceWriter(path, rank)
+        for step in range(steps):
+            writer.append(step, {"gradient": rng.laplace(size=100).astype(np.float32)})
+        writer.close()
+    said = "step is left out, as a rank lacks it or has no such number there: name ranks that hold"
+    figure = ("plot", "drift", path, "-o", tmp_path / "x.png")
+    for asked in (("drift", path, "--quantity", "mean"), figure):
+        assert f"1 {said}" in run(*asked).stderr
+        assert said not in run(*asked, "--rank", "0").stderr
+    assert "Left out: 1 of 25 steps, which not all ranks have." in " ".join(
+        run("drift", path, "--quantity", "mean").stdout.split()
+    )
+
+
 def test_what_is_a_difference_is_not_called_a_quotient(tmp_path):
     """A share of zeros that is 0 at some steps is followed as it is: its change is a difference."""
     path = tmp_path / "run.zarr"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import json
 import math
 import re
@@ -185,6 +186,138 @@ def test_a_drifting_quantity_has_a_band_of_all_its_ranks(ax):
             for step, row in zip((3, 10), of, strict=True)
             for end in (min(row), max(row))
         }
+
+
+def dataset(values):
+    from xarray import DataArray
+
+    coords = {"step": range(len(values)), "rank": range(values.shape[1])}
+    return DataArray(values, coords, ("step", "rank"), name="mean").to_dataset()
+
+
+def test_steps_that_not_all_ranks_have_are_not_drawn(ax):
+    values = np.array([[1.0, 5.0], [2.0, 6.0], [2.0, np.nan], [np.nan, np.nan], [1.0, 7.0]])
+    plots.drift(dataset(values), "mean", ax)
+    at, drawn = ax.lines[0].get_xydata().T
+    # what no rank has stays a gap
+    assert at.tolist() == [0, 1, 3, 4]
+    assert np.array_equal(drawn, [3, 4, np.nan, 4], equal_nan=True)
+    from xarray import DataArray
+
+    layers = {"step": range(3), "rank": [0, 1], "layer": ["a", "b"]}
+    of_layers = DataArray(np.ones((3, 2, 2)), layers, tuple(layers), name="mean")
+    of_layers[2, 1, 1] = np.nan
+    plots.drift_map(of_layers.to_dataset(), "mean", other := Figure().subplots())
+    mask = np.ma.getmaskarray(other.collections[0].get_array())
+    assert mask.tolist() == [[False, False, False], [False, False, True]]
+
+
+def shown(line):
+    """Return how many points of a line have a marker."""
+    marker, every = line.get_marker(), line.get_markevery()
+    if marker in ("", "None", None):
+        return 0
+    return len(line.get_xdata()) if every is None else len(every)
+
+
+def test_points_that_no_line_reaches_have_markers():
+    one = np.array([[1.0, 3.0]])
+    ax = plots.drift(dataset(one), "mean", Figure().subplots())
+    assert shown(ax.lines[0]) == 1
+    # the range of its ranks
+    assert ax.collections[-1].get_segments()[0].tolist() == [[0, 1], [0, 3]]
+    many = np.ones((40, 2))
+    assert shown(plots.drift(dataset(many), "mean", Figure().subplots()).lines[0]) == 0
+    many[[9, 11]] = np.nan
+    drawn = plots.drift(dataset(many), "mean", Figure().subplots()).lines[0]
+    assert drawn.get_markevery() == [10]
+    assert shown(drawn) == 1
+    row = {"compressor": "marsit", "seed": 0, "matching_rate": 0.7, "loss": 1.0, "delta": 0.5}
+    for draw in (plots.matching_rate, plots.training_curves):
+        for steps, points in ((1, 1), (40, 0)):
+            rows = [row | {"step": s} for s in range(steps)]
+            assert shown(draw(rows, Figure().subplots()).lines[0]) == points
+    for layers in (1, 20):
+        rows = [row | {"step": 0, "layer": f"l{i}"} for i in range(layers)]
+        ax = plots.lags_delta(rows, Figure().subplots())
+        assert all(shown(line) for line in ax.lines if len(line.get_xdata()) == 1)
+
+
+def test_low_rates_of_matching_are_inside_the_axes():
+    for rate, low in ((0.3, 0.28), (0.7, 0.4)):
+        row = {"compressor": "marsit", "step": 0, "matching_rate": rate}
+        ax = plots.matching_rate([row], Figure().subplots())
+        assert ax.get_ylim() == pytest.approx((low, 1.02))
+
+
+@pytest.mark.parametrize("within", [1.005, 1.7, 40.0])
+def test_the_scale_of_layers_has_numbers_that_do_not_overlap(within):
+    from xarray import DataArray
+
+    sizes = 1.3e-4 * np.geomspace(1, within, 8)
+    coords = {"step": [0], "rank": [0], "layer": [f"l{i}" for i in range(8)]}
+    data = DataArray(sizes[None, None], coords, tuple(coords), name="mean").to_dataset()
+    figure = Figure(figsize=(4, 3), layout="constrained")
+    ax = plots.layer_map(data, "mean", figure.subplots())
+    plots.png(figure)
+    low, high = ax.get_xlim()
+    boxes = sorted(
+        tick.label1.get_window_extent().extents[[0, 2]].tolist()
+        for tick in (*ax.xaxis.get_major_ticks(), *ax.xaxis.get_minor_ticks())
+        if low <= tick.get_loc() <= high and tick.label1.get_text()
+    )
+    assert len(boxes) >= 2
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize(
+    ("many", "name"), [(3, "c"), (25, "c"), (4, 5 * "a_very_long_compressor_name_")]
+)
+def test_the_legend_of_build_up_covers_no_curve(many, name):
+    rows = [
+        {"compressor": f"{name}{i}", "nproc": n, "build_up": n ** (0.5 + i / 60)}
+        for i in range(many)
+        for n in (1, 2, 4, 8)
+    ]
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    ax = plots.build_up(rows, figure.subplots())
+    plots.png(figure)
+    axes, legend = ax.get_window_extent(), ax.get_legend().get_window_extent()
+    assert legend.x0 >= axes.x1
+    page = figure.bbox
+    assert page.x0 <= legend.x0 < legend.x1 <= page.x1
+    assert page.y0 <= legend.y0 < legend.y1 <= page.y1
+    assert (axes.width > 0.15 * page.width) & (axes.height > 0.5 * page.height)
+    texts = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert len({*texts}) == many + 1
+    assert texts[0][-1] == "0"
+
+
+def test_what_has_no_number_is_left_out(ax):
+    none = {"compressor": "none", "build_up": None}
+    rows = [none | {"nproc": n} for n in (1, 2)]
+    rows += [{"compressor": "topk", "nproc": n, "build_up": n} for n in (1, 2)]
+    rows += [{"compressor": "topk", "nproc": 1, "build_up": math.nan}]
+    plots.build_up(rows, ax)
+    assert labels(ax) == ["topk", "no overlap"]
+    assert line(ax, "topk").tolist() == [[1, 1], [2, 2]]
+    rates = [
+        {"compressor": "marsit", "step": s, "matching_rate": r} for s, r in enumerate((0.7, None))
+    ]
+    plots.matching_rate(rates, other := Figure().subplots())
+    assert line(other, "marsit").tolist() == [[0, 0.7]]
+
+
+def test_a_delta_that_is_no_number_is_neither_median_nor_largest():
+    deltas = [
+        {"layer": f"l{i}", "step": s, "delta": math.nan if i == s else 0.1 * i + s}
+        for i in range(12)
+        for s in (0, 1)
+    ]
+    plots.lags_delta(deltas, other := Figure().subplots())
+    assert line(other, "largest") == pytest.approx(np.array([[0, 1.1], [1, 2.1]]))
+    assert line(other, "median") == pytest.approx(np.array([[0, 0.6], [1, 1.6]]))
+    assert "assumption fails: 11 of 22" in [t.get_text() for t in other.get_legend().get_texts()]
 
 
 def test_the_density_of_nothing_is_zero_and_that_of_something_its_share(ax):

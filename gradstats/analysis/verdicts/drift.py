@@ -33,13 +33,14 @@ def movement(record: Mapping[str, Any]) -> str:
     str
         Such as "mean × 0.62 (0.55 to 0.70) from the first step to the last, fitted".
     """
-    n, without = record["n"], record["without"]
+    n, without, incomplete = (record[name] for name in ("n", "without", "incomplete"))
     if not n:
-        return f"{record['quantity']}: no step has such a number"
-    sentence = _moved(record)
-    if not without:
-        return sentence
-    return f"{sentence}. Left out: {without} of {n + without} steps, which have no such number."
+        whom = " of all ranks" if incomplete else ""
+        return f"{record['quantity']}: no step has such a number{whom}"
+    sentence, every = _moved(record), n + without + incomplete
+    reasons = {"which have no such number": without, "which not all ranks have": incomplete}
+    out = [f"{many} of {every} steps, {why}" for why, many in reasons.items() if many]
+    return f"{sentence}. Left out: {'; '.join(out)}." if out else sentence
 
 
 def _moved(record: Mapping[str, Any]) -> str:
