@@ -395,7 +395,7 @@ def _of_training(x: NDArray[np.float64]) -> list[float]:
         of = x.mean(axis=tuple({0, 1, 2}.difference(axes)), keepdims=True)
         for axis in axes:
             of = of - of.mean(axis=axis, keepdims=True)
-        return float(np.square(of).sum()) / math.prod(sizes[[*axes]] - 1)
+        return float(np.square(of).sum() / np.prod(sizes[[*axes]] - 1))
 
     error = mean_square(0, 1, 2)
     # a mean over an axis has its share of what that axis varies by
