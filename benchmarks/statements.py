@@ -258,7 +258,7 @@ def _product(vectors: Values) -> float:
 def ask_agreement(correlation: float, steps: int, rng: Generator) -> dict[str, Any]:
     """Ask for the noise scale, for how alike ranks are, and whether a larger batch would pay."""
     found = [compared_ranks(_together(correlation, rng), [0.1], 8)[0] for _ in range(steps)]
-    one = over_ranks({"step": None}, found, 1, _RANKS)
+    one = over_ranks({"step": None}, found, 1, 1, _RANKS)
     cosine, overlap = _alike(correlation)
     batch = 4.0 * math.exp(rng.uniform(-1, 1))
     said = batch_sentence(one | {"world": batch})

@@ -84,8 +84,9 @@ def _bands(records: Sequence[Mapping[str, Any]], at: str, value: str, ax: Axes) 
         across = np.array([[float(seed[i][value]) for i in points] for seed in seeds])
         # seeds do not take the same time to a point: the mean place
         where = np.mean([[float(seed[i][at]) for i in points] for seed in seeds], axis=0)
-        look, middle = look_of(name), across.mean(axis=0)
-        ax.plot(where, middle, lw=1.5, ms=3, label=name, **look | marked(middle, look["marker"]))
+        look = look_of(name)
+        dots = marked(across.mean(axis=0), look["marker"])
+        ax.plot(where, across.mean(axis=0), **look | dots, lw=1.5, ms=3, label=name)
         if len(seeds) > 1:
             ax.fill_between(
                 where, across.min(axis=0), across.max(axis=0), color=look["color"], alpha=0.15, lw=0

@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 from scipy import stats
 from support.every import every
-from trials import DIFFERENCES, decisions
+from trials import DIFFERENCES, EVEN, decisions
 from workers import trial as cases
 
 import gradstats
@@ -55,12 +55,14 @@ def test_a_wrong_decision_is_rare(noise):
     assert share[0.0, "refused"] <= 0.01
     assert share[0.1, "confirmed"] <= 0.01
     # the mean of a skewed difference is underestimated by most samples, so that side is not promised
-    if not noise.startswith("exponential"):
+    if noise in EVEN:
         assert share[0.02, "confirmed"] <= allowed
     assert share[0.02, "refused"] <= allowed
     if noise != "normal, 2 %":
-        assert share[0.0, "confirmed"] > 0.75
-        assert share[0.1, "refused"] > 0.75
+        # eight pairs that differ in one of ten may all be alike
+        least = 0.65 if noise == "a fifth in one of ten" else 0.75
+        assert share[0.0, "confirmed"] > least
+        assert share[0.1, "refused"] > least
 
 
 def test_losses_bounds_and_words_of_a_confirmed_trial():
