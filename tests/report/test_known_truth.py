@@ -71,7 +71,7 @@ TRUE = {
         MODEL: r"Laplace, one a layer: thresholds within ",
     },
     "Pareto 0.8": {
-        SHOULD: r"If the network is slow: try dense-bf16$",
+        SHOULD: IF_SLOW,
         DATA: r"Yes$",
         TAIL: r"Heavy in the top tenth: ξ = 0\.[789]\d; heavy in the top ",
         DECAY: r"Shown at 3 of 3 steps$",
