@@ -563,10 +563,11 @@ def held_out(found: Sequence[Row], tolerance: float = TOLERANCE) -> Row:
         if not properties or sparse_already(1 - properties["zeros"]):
             continue
         others = [t for t in found if t["training"] != mine["training"]]
-        best, *rest = choose("gradient", properties, mine["optimizer"], tolerance, others)
+        records = choose("gradient", properties, mine["optimizer"], tolerance, others)
         # of an optimizer in too few trainings nothing is advised, which is neither right nor wrong
-        if max(r["trainings"] for r in (best, *rest)) < FEWEST_ALIKE:
+        if max(r["trainings"] for r in records) < FEWEST_ALIKE:
             continue
+        best = records[0]
         name = f"{mine['training']}/{mine['optimizer']}"
         row = {"training": name} | {n: best[n] for n in ("rule", "ratio", "memory", "bytes")}
         setting = {n: best[n] for n in ("rule", "ratio", "memory", "format")}

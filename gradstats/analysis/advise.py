@@ -262,34 +262,35 @@ def advice_for(
     elif not (nonzero and enough and compared):
         # nothing is recommended, and the records alone say so, too
         records.sort(key=lambda r: r["rule"] != "none")
-        of_kind = "too few elements to say" if compared else f"no {kind} was measured elsewhere"
-        records[0] |= {"reason": of_kind if nonzero else "all elements are zero"}
+        why = "too few elements to say" if compared else f"no {kind} was measured elsewhere"
+        records[0] |= {"reason": why if nonzero else "all elements are zero"}
     best = records[0]
     fields = {name: best[name] for name in ("rule", "ratio", "memory", "format", "low", "high")}
-    held, optimizers = evidence()["held_out"], family_of(optimizer)
+    held, family = evidence()["held_out"], family_of(optimizer)
     # of advice that was made in another way it says nothing
-    like_this = not plans and kind == "gradient" and tolerance == held["tolerance"]
-    like_this = like_this and optimizers in [*map(family_of, held["optimizers"])]
+    like_this = not plans and (kind, tolerance) == ("gradient", held["tolerance"])
+    like_this = like_this and family in map(family_of, held["optimizers"])
     verdict = what_to_try(
         records,
         # a name that tells nothing is like no other
-        optimizer if optimizers else None,
+        optimizer if family else None,
         held if like_this else None,
         usual=held["distance"],
         planned=bool(plans),
         nonzero=nonzero,
         enough=enough,
         ranks=_ranks(properties),
-        unlike=optimizer if optimizer and not optimizers else "",
+        unlike=optimizer if optimizer and not family else "",
         unmeasured="" if compared else kind,
-        fewest=_fewest(optimizer),
+        fewest=FEWEST_ALIKE * len(_families(optimizer)),
     )
     return Advice(**fields, records=records, verdict=verdict)
 
 
-def _fewest(optimizer: str | None) -> int:
-    """Return how many trainings a setting is judged by at least: those of each family if its own is not known."""
-    return FEWEST_ALIKE * (1 if family_of(optimizer) else len(_FAMILIES))
+def _families(optimizer: str | None) -> list[str]:
+    """Return the families by which an optimizer is judged: its own, or each if that is not known."""
+    family = family_of(optimizer)
+    return [family] if family else [*_FAMILIES]
 
 
 def _named(training: Mapping[str, Any]) -> str:
@@ -497,8 +498,7 @@ def choose(
         As :attr:`Advice.records`.
     """
     far = distances(kind, properties, measured)
-    optimizer_family = family_of(optimizer)
-    families = [optimizer_family] if optimizer_family else list(_FAMILIES)
+    families = _families(optimizer)
     settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for family in families:
         mine = [t for t in measured if family_of(t["optimizer"]) == family]
@@ -512,10 +512,9 @@ def choose(
                 if len({r["of"] for r in rows if r["family"] == family} | {name}) <= NEAREST:
                     rows.append(run | {"of": name, "family": family, "far": far[id(training)]})
     records = Records([dict(_DENSE)])
+    fewest = FEWEST_ALIKE * len(families)
     for key, rows in settings.items():
-        records.append(
-            dict(zip(_SETTING, key, strict=True)) | _judged(rows, tolerance, _fewest(optimizer))
-        )
+        records.append(dict(zip(_SETTING, key, strict=True)) | _judged(rows, tolerance, fewest))
     for record in records:
         record |= _planned(record, plans)
     # what a plan does not call faster is not worth a doubt; of the others the fastest, or without a plan the smallest

@@ -146,8 +146,8 @@ def compare(
     measured = _measure(names, shapes, sides, decayed, over["client"], over["on_progress"])
     # 0 where a source does not record its world size
     worlds = [s.source.trace.world_size if isinstance(s.source, TraceSource) else 0 for s in sides]
-    for one in list(measured.values())[:1]:
-        worlds += [n for side in sides for n in _inside(side.source, one.ranks[0])]
+    rank = next(iter(measured.values())).ranks[0]
+    worlds += [n for side in sides for n in _inside(side.source, rank)]
     comparison = Comparison()
     comparison.unmatched = unmatched
     comparison.compared = sum(len(one.ranks) for one in measured.values())

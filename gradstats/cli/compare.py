@@ -19,7 +19,7 @@ from gradstats.cli.options import (
     SourceArgument,
     StepOption,
 )
-from gradstats.cli.output import Table, analyse, note, one_by_one
+from gradstats.cli.output import Table, analyse, note, note_incomplete, one_by_one
 
 __all__ = ["agreement", "compare"]
 
@@ -159,11 +159,7 @@ def agreement(  # numpydoc ignore=PR01
         return
     if len(shown) < len(records):
         note(f"{len(shown)} of {len(records)} rows, over all steps; --all has every step.")
-    if incomplete := max(r["incomplete"] for r in records):
-        are, it = ("step is", "it") if incomplete == 1 else ("steps are", "them")
-        note(
-            f"{incomplete} {are} left out, as a rank lacks {it}: name ranks that hold {it} with --rank"
-        )
+    note_incomplete([max(r["incomplete"] for r in records)], numbers=False)
     known = records[0]["batch"]
     unit = "samples" if known else "batches of one rank (--batch says how many samples they have)"
     note(f"noise scale in {unit}; union of {records[0]['workers']} workers, k = {ratio:g} d")

@@ -197,21 +197,21 @@ def note(text: str) -> None:
     console.print(text, soft_wrap=not console.is_terminal, overflow="ignore", crop=False)
 
 
-def note_incomplete(counts: Sequence[int]) -> None:
+def note_incomplete(counts: Sequence[int], *, numbers: bool = True) -> None:
     """Say how many steps are left out, as not all ranks have them.
 
     Parameters
     ----------
     counts : sequence of int
         Steps that each row or line leaves out.
+    numbers : bool, optional
+        Whether also steps are left out that a rank has without such a number.
     """
     if most := max(counts, default=0):
         up_to = "" if len({*counts}) == 1 else "up to "
         are, it = ("step is", "it") if most == 1 else ("steps are", "them")
-        note(
-            f"{up_to}{most} {are} left out, as a rank lacks {it} or has no such number there: name ranks that hold "
-            f"{it} with --rank"
-        )
+        why = f"a rank lacks {it}" + " or has no such number there" * numbers
+        note(f"{up_to}{most} {are} left out, as {why}: name ranks that hold {it} with --rank")
 
 
 def note_statuses(records: Sequence[dict[str, Any]], format: str, label: str) -> None:

@@ -309,12 +309,13 @@ def _from_traces(path: Path, per_layer: bool) -> Records:
             rows = by_rank.get(rank, [])
             # ranks that hold shards of one model select of different elements, and what they send is added up
             sharing = len(trace.shard_ranks(rank))
+            exchanging = {"nproc": trace.world_size // sharing}
             # bytes add up within a rank, over its captured steps
             sent = accumulate(r.get("bytes", 0) / sharing / 1e6 for r in rows)
-            labels["nproc"] = trace.world_size // sharing
             records += [
                 row
                 | labels
+                | exchanging
                 | {"loss": losses[row["step"]], "megabytes": megabytes, "sampled": True}
                 for row, megabytes in zip(rows, sent, strict=True)
             ]
